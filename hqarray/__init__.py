@@ -1,0 +1,38 @@
+"""hqarray: low-precision matrices (FP8, FP8 block, MX, NVFP4), hybrid and bit-exact.
+
+    hx = hqarray.quantize(x, rowwise="mxfp8", columnwise="nvfp4")
+    y = hx @ hw.T
+
+Importing it loads NumPy and ml_dtypes only.
+"""
+
+from .arrays import HybridArray, QuantizedArray
+from .formats import ELEMENTS, FORMATS, FP8, MX, NVFP4, Element, Format, FP8Block, HighPrecision, as_format
+from .gemm import Engine
+from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ELEMENTS",
+    "FORMATS",
+    "FP8",
+    "MX",
+    "NVFP4",
+    "Element",
+    "Engine",
+    "FP8Block",
+    "Format",
+    "HighPrecision",
+    "HybridArray",
+    "QuantizedArray",
+    "amax",
+    "as_format",
+    "dequantize",
+    "engine_for",
+    "fake_quantize",
+    "matmul",
+    "quantize",
+    "requantize",
+    "with_columnwise",
+]

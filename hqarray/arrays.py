@@ -1,0 +1,474 @@
+"""Containers: QuantizedArray, one part; HybridArray, one matrix in up to two parts. No numerics.
+
+A container is frozen (no rebinding) and compares by identity; its buffers are mutable. Methods that compute
+import the public functions of ops inside: the one upward edge of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import numpy as np
+
+from .formats import Format, as_format
+from .layout import Array, PartLayout, part_layout
+
+Direction: TypeAlias = Literal["rowwise", "columnwise"]
+
+DIRECTIONS: tuple[Direction, Direction] = ("rowwise", "columnwise")
+
+PICKLE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A part's buffers in one allocation of bytes; views are made on access."""
+
+    base: Array
+    layout: PartLayout
+    has_global_scale: bool
+    has_amax: bool
+
+    def _segment(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        nbytes = prod(shape) * dtype.itemsize
+        return self.base[offset : offset + nbytes].view(dtype).reshape(shape)
+
+    @property
+    def padded_codes(self) -> Array:
+        codes = self.layout.codes
+        dtype = self.layout.codes_dtype
+        return self._segment(0, (codes.rows, codes.pitch), dtype)
+
+    @property
+    def codes(self) -> Array:
+        return self.layout.codes.view(self.padded_codes)
+
+    @property
+    def scales(self) -> Array:
+        layout = self.layout
+        buffer = self._segment(layout.scales_offset, layout.scales_shape, layout.scales_dtype)
+        return layout.scales.untile(buffer, *layout.num_scales)
+
+    @property
+    def global_scale(self) -> Array | None:
+        if not self.has_global_scale:
+            return None
+        return self._segment(self.layout.global_scale_offset, (1,), np.dtype(np.float32))
+
+    @property
+    def amax(self) -> Array | None:
+        return self._segment(self.layout.amax_offset, (1,), np.dtype(np.float32)) if self.has_amax else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def copy(self) -> Packed:
+        return Packed(self.base.copy(), self.layout, self.has_global_scale, self.has_amax)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Separate:
+    """A part's buffers as somebody else made them: logical arrays, any strides that keep a row contiguous."""
+
+    codes: Array
+    scales: Array
+    global_scale: Array | None
+    amax: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.codes, self.scales, self.global_scale) if array is not None)
+
+    def copy(self) -> Separate:
+        copies = (None if a is None else a.copy() for a in (self.codes, self.scales, self.global_scale, self.amax))
+        return Separate(*copies)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class QuantizedArray:
+    """One part: a K-major matrix (outer, k) in one format, its blocks along the last axis.
+
+    codes         uint8 (outer, k), FP4 (outer, ceil(k / 2)), or the values where the format keeps them
+    scales        float32 or uint8 (E8M0, E4M3 bits), logical shape: format.storage.num_scales(shape)
+    global_scale  float32 (1,) where the format has one, else None
+    amax          float32 (1,), the measured or given amax; None where none is. Decoding never reads it.
+    shape         (outer, k); the columnwise part of X has the shape of X.T
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    buffers: Packed | Separate
+
+    @classmethod
+    def from_buffers(
+        cls, codes: Array, scales: Array | None, format: Format | str, shape: tuple[int, int], *,
+        global_scale: Array | None = None,
+    ) -> QuantizedArray:
+        """Somebody else's bytes as a part, without a copy.
+
+        codes (outer, k) or FP4 (outer, ceil(k / 2)), one byte an item (or the values of an unquantized format),
+        last axis contiguous; scales of the logical shape, any strides; global_scale one float32.
+        Raises ValueError for a wrong shape, TypeError for a wrong dtype.
+        """
+        format = as_format(format)
+        storage = format.storage
+        outer, k = (int(n) for n in shape)
+        layout = part_layout(storage, (outer, k))
+        itemsize = storage.element.dtype.itemsize
+        if codes.dtype.itemsize != itemsize or (itemsize > 1 and codes.dtype != storage.element.dtype):
+            raise TypeError(f"codes of {format.name} are {storage.element.dtype}, these are {codes.dtype}")
+        _expect_shape("codes", codes, (outer, layout.codes.columns), format, (outer, k))
+        if codes.size and codes.strides[-1] != itemsize:
+            raise ValueError(
+                f"codes must be contiguous along the last axis, their strides are {codes.strides}; pass a copy"
+            )
+        if scales is None:
+            if storage.scale != "none":
+                raise ValueError(f"{format.name} needs scales of shape {layout.num_scales}, scales is None")
+            scales = codes[:0, :0].view(np.uint8)
+        elif storage.scale != "none" and storage.block is None and scales.size == 1:
+            scales = scales.reshape(1, 1)
+        if storage.scale != "none" and scales.dtype.itemsize == layout.scales_dtype.itemsize == 1:
+            scales = scales.view(np.uint8)
+        if scales.dtype != layout.scales_dtype:
+            raise TypeError(f"scales of {format.name} are {layout.scales_dtype}, these are {scales.dtype}")
+        _expect_shape("scales", scales, layout.num_scales, format, (outer, k))
+        if storage.global_scale != (global_scale is not None):
+            needs = "needs a global_scale (one float32)" if storage.global_scale else "has no global_scale"
+            raise ValueError(f"{format.name} {needs}")
+        if global_scale is not None:
+            if global_scale.dtype != np.float32 or global_scale.size != 1:
+                raise TypeError(f"global_scale is one float32, not {global_scale.dtype} {global_scale.shape}")
+            global_scale = global_scale.reshape(1)
+        codes = codes if itemsize > 1 else codes.view(np.uint8)
+        return cls(format, (outer, k), Separate(codes, scales, global_scale))
+
+    @property
+    def codes(self) -> Array:
+        return self.buffers.codes
+
+    @property
+    def scales(self) -> Array:
+        return self.buffers.scales
+
+    @property
+    def global_scale(self) -> Array | None:
+        return self.buffers.global_scale
+
+    @property
+    def amax(self) -> Array | None:
+        return self.buffers.amax
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        return self.buffers.nbytes
+
+    @property
+    def device(self) -> Any:
+        """ "cpu" for NumPy buffers, the CuPy device for CuPy's."""
+        return (self.buffers.base if isinstance(self.buffers, Packed) else self.buffers.codes).device
+
+    def copy(self) -> QuantizedArray:
+        return QuantizedArray(self.format, self.shape, self.buffers.copy())
+
+    def packed(self) -> QuantizedArray:
+        """This part in the library's own layout, zero-padded: itself where it already is, else a copy."""
+        if isinstance(self.buffers, Packed):
+            return self
+        part = zeros_part(self.format, self.shape, self.codes.__array_namespace__(), has_amax=self.amax is not None)
+        for target, source in (
+            (part.codes, self.codes), (part.scales, self.scales),
+            (part.global_scale, self.global_scale), (part.amax, self.amax),
+        ):
+            if target is not None:
+                target[...] = source
+        return part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (self.codes, self.scales, self.global_scale, self.amax)
+        return _unpickle_part, (PICKLE_VERSION, self.format.name, self.shape, *(_dense(array) for array in arrays))
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({self.shape} {self.format.name}, {_device(self.device)}, {_bytes(self.nbytes)})"
+
+    def _repr_html_(self) -> str:
+        return _html_table("QuantizedArray", [("shape", str(self.shape)), *_part_rows("part", self)])
+
+
+def zeros_part(
+    format: Format, shape: tuple[int, int], namespace: Any = np, *, has_amax: bool | None = None
+) -> QuantizedArray:
+    """A part of zero bytes in one allocation; namespace is numpy or cupy."""
+    layout = part_layout(format.storage, shape)
+    base = namespace.zeros(layout.nbytes, np.uint8)
+    has_amax = format.measures_amax if has_amax is None else has_amax
+    return QuantizedArray(format, shape, Packed(base, layout, format.storage.global_scale, has_amax))
+
+
+def _dense(array: Array | None) -> Array | None:
+    return None if array is None else array.copy()
+
+
+def _unpickle_part(version: int, name: str, shape: tuple[int, int], *arrays: Array) -> QuantizedArray:
+    if version > PICKLE_VERSION:
+        raise ValueError(f"this part was pickled by a newer hqarray (pickle version {version} > {PICKLE_VERSION})")
+    return QuantizedArray(as_format(name), shape, Separate(*arrays)).packed()
+
+
+def _expect_shape(what: str, array: Array, expected: tuple[int, ...], format: Format, shape: tuple[int, int]) -> None:
+    if array.shape != expected:
+        raise ValueError(f"{what} of a {shape} part in {format.name} have shape {expected}, these have {array.shape}")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class HybridArray:
+    """One logical matrix in up to two parts, each in its own format.
+
+    rowwise    blocks along the last axis of X; read by `X @ b`
+    columnwise the rowwise part of X.T; read by `a @ X`
+    shape      X's; the parts are over its 2-D view (prod(shape[:-1]), shape[-1])
+    dtype      nominal dtype, what dequantize and @ return by default: float32, float16 or bfloat16
+    derived    the part that was quantized from what the other one decodes to; None where both read X
+
+    Equality is identity and instances are hashable: two arrays are compared part by part, byte by byte, with
+    hqarray.testing.assert_bitwise_equal. NumPy's matmul works on both sides; every other NumPy function
+    raises a TypeError that names dequantize().
+
+        X == dequantize(rowwise) ~ dequantize(columnwise).T
+    """
+
+    rowwise: QuantizedArray | None = None
+    columnwise: QuantizedArray | None = None
+    shape: tuple[int, ...] = None  # type: ignore[assignment]
+    dtype: np.dtype[Any] = np.dtype(np.float32)
+    derived: Direction | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.rowwise, self.columnwise
+        if rows is None and columns is None:
+            raise ValueError("a HybridArray holds at least one part; pass rowwise= or columnwise=")
+        matrix = rows.shape if rows is not None else columns.shape[::-1]  # type: ignore[union-attr]
+        if columns is not None and columns.shape != matrix[::-1]:
+            raise ValueError(
+                f"columnwise is the rowwise part of X.T: beside rowwise {matrix} it must be {matrix[::-1]}, "
+                f"not {columns.shape}"
+            )
+        shape = matrix if self.shape is None else tuple(int(n) for n in self.shape)
+        if not shape or (prod(shape[:-1]), shape[-1]) != matrix:
+            raise ValueError(f"shape {shape} does not flatten to the parts' matrix {matrix}")
+        if self.derived not in (None, *DIRECTIONS):
+            raise ValueError(f"derived={self.derived!r} is not one of {DIRECTIONS}")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    # --- facts ---
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by both parts, padding included."""
+        return sum(part.nbytes for _, part in self.parts())
+
+    @property
+    def device(self) -> Any:
+        return next(self.parts())[1].device
+
+    @property
+    def columnwise_source(self) -> str:
+        """ "original", or "rowwise_dequantized" where the columns were quantized from what the rows became."""
+        return "rowwise_dequantized" if self.derived == "columnwise" else "original"
+
+    def parts(self) -> Iterator[tuple[Direction, QuantizedArray]]:
+        """The parts that are there, with their names."""
+        if self.rowwise is not None:
+            yield "rowwise", self.rowwise
+        if self.columnwise is not None:
+            yield "columnwise", self.columnwise
+
+    def part(self, direction: Direction, wanted_by: str = "this call") -> QuantizedArray:
+        """The part of that name. Raises ValueError where it is missing, saying which are there."""
+        part = self.rowwise if direction == "rowwise" else self.columnwise
+        if part is None:
+            other, there = next(self.parts())
+            raise ValueError(
+                f"{wanted_by} needs the {direction} part, but this HybridArray {self.shape} holds only "
+                f"{other} ({there.format.name}); quantize with {direction}=... or use .T"
+            )
+        return part
+
+    # --- same buffers, another view ---
+
+    @property
+    def T(self) -> HybridArray:
+        """X.T: the two parts change places; no data moves. Needs 2-D."""
+        if self.ndim != 2:
+            raise ValueError(f".T needs 2-D, this HybridArray is {self.shape}; reshape(-1, {self.shape[-1]}) first")
+        turned: dict[Direction | None, Direction | None] = {"rowwise": "columnwise", "columnwise": "rowwise"}
+        return HybridArray(self.columnwise, self.rowwise, self.shape[::-1], self.dtype, turned.get(self.derived))
+
+    def reshape(self, *shape: Any) -> HybridArray:
+        """Regroup the leading axes; the last one, along which rowwise blocks run, must stay."""
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        known = prod(n for n in wanted if n != -1)
+        free = sum(n == -1 for n in wanted)
+        if free == 1 and known and self.size % known == 0:
+            wanted = tuple(self.size // known if n == -1 else n for n in wanted)
+        elif free == 1 and not known:
+            wanted = tuple(prod(self.shape[:-1]) if n == -1 else n for n in wanted)
+        if not wanted or wanted[-1] != self.shape[-1] or prod(wanted) != self.size:
+            raise ValueError(
+                f"reshape of {self.shape} to {tuple(shape)} must keep the last axis ({self.shape[-1]}), which "
+                f"the blocks run along; use reshape(..., {self.shape[-1]}), or dequantize() first"
+            )
+        return HybridArray(self.rowwise, self.columnwise, wanted, self.dtype, self.derived)
+
+    def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> HybridArray:
+        """Without the named part; its memory is freed with the last array that holds it.
+
+        Raises ValueError, and changes nothing, when the part is not there or it is the last.
+        """
+        dropped = [name for name, wanted in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if wanted]
+        for direction in dropped:
+            self.part(direction, "drop")
+        kept = {direction: part for direction, part in self.parts() if direction not in dropped}
+        if not kept:
+            raise ValueError(f"drop({', '.join(dropped)}) would leave no part in this HybridArray {self.shape}")
+        return HybridArray(kept.get("rowwise"), kept.get("columnwise"), self.shape, self.dtype, self.derived)
+
+    def copy(self) -> HybridArray:
+        """Same values in buffers of its own."""
+        rows, columns = (None if part is None else part.copy() for part in (self.rowwise, self.columnwise))
+        return HybridArray(rows, columns, self.shape, self.dtype, self.derived)
+
+    # --- operations ---
+
+    def dequantize(self, *, source: Direction | None = None, dtype: Any = None) -> Array:
+        """The values, decoded. See hqarray.dequantize."""
+        from . import ops
+
+        return ops.dequantize(self, source=source, dtype=dtype)
+
+    def with_columnwise(self, format: Format | str | None = None) -> HybridArray:
+        """This array with a columnwise part made from its rows. See hqarray.with_columnwise."""
+        from . import ops
+
+        return ops.with_columnwise(self, format)
+
+    def __matmul__(self, other: Any) -> Array:
+        from . import ops
+
+        return ops.matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Array:
+        from . import ops
+
+        return ops.matmul(other, self)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a HybridArray has no elements to iterate over; use .dequantize()")
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("the truth value of a HybridArray is not defined; use .dequantize()")
+
+    # --- NumPy protocols ---
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if self.device != "cpu":
+            raise TypeError("this HybridArray is on a GPU; use .dequantize() and cupy.asnumpy()")
+        if copy is False:
+            raise ValueError("a HybridArray becomes a NumPy array only by decoding, which copies; use .dequantize()")
+        values: np.ndarray[Any, Any] = self.dequantize()
+        return values if dtype is None else values.astype(dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Array:
+        if getattr(ufunc, "__name__", "") != "matmul" or method != "__call__" or options:
+            raise TypeError(_undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
+        from . import ops
+
+        return ops.matmul(*inputs, out=out[0] if isinstance(out, tuple) else out)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.shape:
+            return self.shape
+        if function is np.ndim:
+            return self.ndim
+        if function is np.size and len(args) + len(kwargs) == 1:
+            return self.size
+        raise TypeError(_undefined(f"numpy.{getattr(function, '__name__', function)}"))
+
+    # --- pickle and display ---
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.rowwise, self.columnwise)
+        return _unpickle_hybrid, (PICKLE_VERSION, *parts, self.shape, self.dtype.name, self.derived)
+
+    def __repr__(self) -> str:
+        parts = "".join(f", {direction}={part.format.name}" for direction, part in self.parts())
+        source = f", {self.derived} derived" if self.derived else ""
+        return (
+            f"HybridArray({self.shape} {self.dtype.name}{parts}{source}, {_device(self.device)}, "
+            f"{_bytes(self.nbytes)})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", _device(self.device))]
+        for direction, part in self.parts():
+            rows += _part_rows(direction, part)
+        rows += [("columnwise source", self.columnwise_source)] if self.columnwise is not None else []
+        return _html_table("HybridArray", [*rows, ("bytes", _bytes(self.nbytes))])
+
+
+def _unpickle_hybrid(
+    version: int, rowwise: QuantizedArray | None, columnwise: QuantizedArray | None, shape: tuple[int, ...],
+    dtype: str, derived: Direction | None,
+) -> HybridArray:
+    if version > PICKLE_VERSION:
+        raise ValueError(f"this array was pickled by a newer hqarray (pickle version {version} > {PICKLE_VERSION})")
+    from .formats import ELEMENTS
+
+    return HybridArray(rowwise, columnwise, shape, ELEMENTS[dtype].dtype, derived)
+
+
+def _undefined(what: str) -> str:
+    return f"{what} is not defined on quantized arrays; use .dequantize() to get the values (matmul and @ are defined)"
+
+
+def _device(device: Any) -> str:
+    return device if isinstance(device, str) else f"cuda:{device.id}"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _part_rows(name: str, part: QuantizedArray) -> list[tuple[str, str]]:
+    num_scales = part.format.storage.num_scales(part.shape)
+    scales = f", scales {num_scales} {part.format.storage.scale}" if num_scales != (0, 0) else ""
+    return [(name, f"{part.format.name} {part.shape}{scales}, {_bytes(part.nbytes)}")]
+
+
+def _html_table(title: str, rows: list[tuple[str, str]]) -> str:
+    from html import escape
+
+    body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
+    return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -1,0 +1,332 @@
+"""The public functions: check once, choose the backend by the array's type, call it."""
+
+from __future__ import annotations
+
+from math import prod
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from . import gemm, reference
+from .arrays import Direction, HybridArray, QuantizedArray
+from .formats import BFLOAT16, Format, as_format
+from .layout import Array
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64))
+"""Dtypes that are read; float64 is rounded to float32 first."""
+
+
+# --- arrays in ----------------------------------------------------------------------------------
+
+
+def _array(values: Any, what: str) -> Array:
+    """values as a NumPy or CuPy array of a dtype we read."""
+    if not (isinstance(values, np.ndarray) or _is_cupy(values)):
+        if not hasattr(values, "__dlpack__"):
+            raise TypeError(
+                f"{what} is {type(values).__name__}; pass a NumPy or CuPy array, or one that offers DLPack"
+                + (" (np.asarray(...) makes one)" if isinstance(values, (list, tuple, float)) else "")
+            )
+        try:
+            values = np.from_dlpack(values)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack "
+                f"into NumPy: {error}; convert it to float32 on the CPU, or to a CuPy array"
+            ) from error
+    if values.dtype not in FLOATS:
+        raise TypeError(
+            f"{what} has dtype {values.dtype}; float32, float16, bfloat16 and float64 are read, use .astype(float32)"
+        )
+    return values
+
+
+def _is_cupy(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def _backend(array: Array) -> ModuleType:
+    """The module that computes on this array's type."""
+    if isinstance(array, np.ndarray):
+        return reference
+    raise NotImplementedError("CuPy arrays are not supported yet; quantize a NumPy array")
+
+
+def _matrix(values: Array, what: str) -> Array:
+    """(..., k) -> (prod(...), k)."""
+    if values.ndim == 0:
+        raise ValueError(f"{what} is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
+    return values if values.ndim == 2 else values.reshape(prod(values.shape[:-1]), values.shape[-1])
+
+
+def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float32) if dtype == np.float64 else dtype
+
+
+def _scalar_amax(amax: Any, formats: list[Format]) -> Array | None:
+    if amax is None:
+        return None
+    if not any(format.measures_amax for format in formats):
+        names = ", ".join(format.name for format in formats)
+        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
+    array = np.asarray(amax, np.float32) if isinstance(amax, (int, float, np.floating)) else amax
+    if getattr(array, "size", None) != 1 or array.dtype != np.float32:
+        shape, dtype = getattr(array, "shape", "?"), getattr(array, "dtype", type(amax).__name__)
+        raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
+    return array.reshape(1)
+
+
+# --- quantize -----------------------------------------------------------------------------------
+
+
+def quantize(
+    values: Any,
+    *,
+    rowwise: Format | str | None = None,
+    columnwise: Format | str | None = None,
+    columnwise_source: Literal["original", "rowwise_dequantized"] = "original",
+    amax: Any = None,
+) -> HybridArray:
+    """Quantize a matrix along one or both of its axes in one read.
+
+    values      (..., k), float32, float16, bfloat16 or float64 (rounded to float32 first); any strides.
+                NumPy, or anything on the CPU with DLPack.
+    rowwise     format of the part blocked along the last axis; None leaves it out
+    columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
+    columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
+    amax        one float32 used instead of the measured amax by formats with one per matrix (FP8, NVFP4)
+    returns     HybridArray of the same shape; codes uint8, scales as the format's row says
+
+    Scale rule and element rounding: formats.py, row of the format (source named there). A value within the
+    scaled range of its block is off by at most half the element's spacing there.
+    Raises TypeError for a dtype it cannot read, ValueError when both directions are None.
+    """
+    values = _array(values, "values")
+    if rowwise is None and columnwise is None:
+        raise ValueError("quantize needs rowwise=, columnwise= or both, for example rowwise='mxfp8'")
+    if columnwise_source not in ("original", "rowwise_dequantized"):
+        raise ValueError(f"columnwise_source={columnwise_source!r} is not 'original' or 'rowwise_dequantized'")
+    dtype = _nominal(values.dtype)
+    row, column = (None if f is None else as_format(f).resolve(dtype) for f in (rowwise, columnwise))
+    whole = _scalar_amax(amax, [format for format in (row, column) if format is not None])
+    matrix = _matrix(values, "values")
+    backend = _backend(matrix)
+    derived: Direction | None = None
+    if columnwise_source == "rowwise_dequantized" and column is not None:
+        if row is None:
+            raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
+        derived = "columnwise"
+    rows, columns = backend.quantize_parts(matrix, row, column, derived, whole)
+    return HybridArray(rows, columns, values.shape, dtype, derived)
+
+
+def requantize(array: HybridArray, values: Any, *, noop: Any = None) -> None:
+    """Quantize new values into the buffers of an array, in its formats.
+
+    values  of the array's shape; NumPy, or anything on the CPU with DLPack
+    noop    one element; the array is left as it is where it is not zero
+    Raises ValueError for another shape, or where the part that the other was derived from was dropped; then
+    nothing is changed.
+    """
+    values = _array(values, "values")
+    if values.shape != array.shape:
+        raise ValueError(f"requantize needs values of shape {array.shape}, these have {values.shape}")
+    if noop is not None and getattr(noop, "size", 1) != 1:
+        raise ValueError(f"noop is one element, not {noop.shape}")
+    if array.derived is not None and None in (array.rowwise, array.columnwise):
+        source = "rowwise" if array.derived == "columnwise" else "columnwise"
+        raise ValueError(
+            f"the {array.derived} part was quantized from what the {source} part decodes to, and that was dropped; "
+            f"quantize anew"
+        )
+    matrix = _matrix(values, "values")
+    _backend(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, noop=noop)
+
+
+def amax(values: Any) -> Array:
+    """Largest magnitude of an array, float32 (1,), NaN ignored: the other half of quantize(amax=...)."""
+    values = _array(values, "values")
+    matrix = _matrix(values, "values")
+    return _backend(matrix).amax(matrix)
+
+
+def fake_quantize(values: Any, format: Format | str, *, amax: Any = None) -> Array:
+    """What values become in a format, blocks along the last axis: quantize and decode, same dtype.
+
+    For blocks along the first axis: fake_quantize(x.T, format).T.
+    """
+    array = quantize(values, rowwise=format, amax=amax)
+    return dequantize(array)
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+def dequantize(array: HybridArray, *, source: Direction | None = None, dtype: Any = None) -> Array:
+    """Decode to values of array's shape.
+
+    source  "rowwise" or "columnwise"; default the part with more significand bits, rowwise on a tie, and always
+            the other one where a part was derived from it
+    dtype   float32, float16 or bfloat16; default the array's nominal dtype
+    Raises ValueError where the source is missing.
+    """
+    if source not in (None, "rowwise", "columnwise"):
+        raise ValueError(f"source={source!r} is not 'rowwise' or 'columnwise'")
+    direction = source or _more_precise(array)
+    part = array.part(direction, "dequantize")
+    wanted = array.dtype if dtype is None else np.dtype(dtype)
+    if wanted not in FLOATS[:3]:
+        raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
+    values = _backend_of(part).dequantize_part(part, wanted)
+    return (values if direction == "rowwise" else values.T).reshape(array.shape)
+
+
+def _more_precise(array: HybridArray) -> Direction:
+    parts = dict(array.parts())
+    if len(parts) == 1:
+        return next(iter(parts))
+    if array.derived is not None:
+        return "rowwise" if array.derived == "columnwise" else "columnwise"
+    bits = {direction: part.format.storage.element.significand_bits for direction, part in parts.items()}
+    return "columnwise" if bits["columnwise"] > bits["rowwise"] else "rowwise"
+
+
+def _backend_of(part: QuantizedArray) -> ModuleType:
+    return _backend(part.codes)
+
+
+def with_columnwise(array: HybridArray, format: Format | str | None = None) -> HybridArray:
+    """Add a columnwise part made from the rows.
+
+    format  default the rowwise one. Where that is the rowwise format and it loses nothing (one scale, or square
+            blocks), codes are moved; otherwise columns are quantized from what the rows decode to, and
+            columnwise_source says "rowwise_dequantized".
+    Raises ValueError where there is a columnwise part already or no rowwise one.
+    """
+    part = array.part("rowwise", "with_columnwise")
+    if array.columnwise is not None:
+        raise ValueError(
+            f"this HybridArray {array.shape} has a columnwise part ({array.columnwise.format.name}); "
+            f"drop(columnwise=True) first"
+        )
+    wanted = part.format if format is None else as_format(format).resolve(array.dtype)
+    backend = _backend_of(part)
+    if wanted == part.format and wanted.transposable:
+        return HybridArray(part, backend.transpose_part(part), array.shape, array.dtype)
+    values = backend.dequantize_part(part, np.dtype(np.float32))
+    _, columns = backend.quantize_parts(values, None, wanted, None, None)
+    return HybridArray(part, columns, array.shape, array.dtype, "columnwise")
+
+
+# --- matmul -------------------------------------------------------------------------------------
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    out: Any = None,
+    out_dtype: Any = None,
+    bias: Any = None,
+    activation: Literal["gelu"] | None = None,
+    accumulate: bool = False,
+    engine: gemm.Engine | str | None = None,
+) -> Array:
+    """a @ b for quantized arrays and plain ones: out = [out +] activation(a @ b + bias).
+
+    a           (..., k) HybridArray, read by its rowwise part, or a plain float array
+    b           (k, n) HybridArray, read by its columnwise part, or a plain float array
+    out         (..., n) array to write into; (out, aux) also stores a @ b + bias for the backward pass
+    out_dtype   float32, float16 or bfloat16; default out's, else float32 if either nominal dtype is, the common
+                one where they agree, float32 for bfloat16 with float16
+    bias        (n,) float array
+    activation  "gelu" (tanh form)
+    accumulate  add to out, which must be given
+    engine      a name (native, bf16, bf16x3, fp32) or Engine; default the one engine_for names
+    returns     (..., n); out where given
+
+    Operands are exact; sums are float32, so row i of the result is within about k * 2^-24 * sum |a_ik b_kj| of the
+    exact product, plus one rounding to out_dtype.
+    Raises ValueError for shapes that do not match or a missing part, TypeError for a dtype it cannot use.
+    """
+    a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
+    _check_shapes(a, b)
+    left, right = gemm.left_operand(a), gemm.right_operand(b)
+    _check_rotation(left, right)
+    _check_engine(engine, left, right)
+    shape = left.lead + right.lead
+    out, aux = out if isinstance(out, tuple) else (out, None)
+    dtype = _out_dtype(left, right, out, out_dtype)
+    for name, array in (("out", out), ("aux", aux)):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape} for {a.shape} @ {b.shape}, it has {array.shape}")
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to out; pass out=")
+    if activation not in (None, "gelu"):
+        raise ValueError(f"activation={activation!r} is not 'gelu'")
+    if bias is not None:
+        bias = _array(bias, "bias")
+        if bias.shape != right.lead:
+            raise ValueError(f"bias must have shape {right.lead}, it has {bias.shape}")
+    if out is None:
+        out = np.empty(shape, dtype)
+    epilogue = gemm.Epilogue(bias, activation, accumulate)
+    flat = (left.shape[0], right.shape[0])
+    target, spare = _flat(out, flat), None if aux is None else _flat(aux, flat)
+    gemm.multiply(left, right, epilogue, target, spare)
+    for array, written in ((out, target), (aux, spare)):
+        if array is not None and written is not None and not np.shares_memory(array, written):
+            array[...] = written.reshape(shape)
+    return out
+
+
+def _flat(out: Array, shape: tuple[int, int]) -> Array:
+    return out.reshape(shape)
+
+
+def _check_shapes(a: Any, b: Any) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if len(x.shape) == 0:
+            raise ValueError(f"{name} is 0-D; a @ b needs a (..., k) and b (k, n)")
+    if len(b.shape) != 2:
+        raise ValueError(f"b must be (k, n), it is {b.shape}; reshape it, or loop over its matrices")
+    if a.shape[-1] != b.shape[0]:
+        hint = " (b.T would fit: .T is free)" if a.shape[-1] == b.shape[1] else ""
+        raise ValueError(f"a @ b contracts a's last axis with b's first: {a.shape} @ {b.shape} do not fit{hint}")
+
+
+def _check_rotation(left: gemm.Operand, right: gemm.Operand) -> None:
+    if left.storage.rht != right.storage.rht:
+        raise ValueError("one operand is Hadamard-rotated (rht) and the other is not; quantize both alike")
+
+
+def _check_engine(engine: gemm.Engine | str | None, left: gemm.Operand, right: gemm.Operand) -> None:
+    if engine is None:
+        return
+    name = engine.name if isinstance(engine, gemm.Engine) else engine
+    if name not in gemm.ENGINES:
+        raise ValueError(f"engine={name!r} is not one of {', '.join(gemm.ENGINES)}")
+    if name != "fp32":
+        raise ValueError(f"engine={name!r} runs on a GPU; on NumPy the engine is fp32 (decoded to float32, BLAS)")
+
+
+def _out_dtype(left: gemm.Operand, right: gemm.Operand, out: Any, out_dtype: Any) -> np.dtype[Any]:
+    wanted = None if out_dtype is None else np.dtype(out_dtype)
+    if out is not None:
+        if wanted is not None and out.dtype != wanted:
+            raise TypeError(f"out has dtype {out.dtype}, out_dtype={wanted}; give one of them, or the same")
+        wanted = out.dtype
+    wanted = gemm.result_dtype(left.dtype, right.dtype) if wanted is None else wanted
+    if wanted not in FLOATS[:3]:
+        raise TypeError(f"the result is float32, float16 or bfloat16, not {wanted}")
+    return wanted
+
+
+def engine_for(a: Any, b: Any) -> gemm.Engine:
+    """What `a @ b` would be multiplied by, and why, without multiplying."""
+    a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
+    _check_shapes(a, b)
+    left, right = gemm.left_operand(a), gemm.right_operand(b)
+    _check_rotation(left, right)
+    return gemm.choose_engine(left.storage, right.storage, None)

@@ -1,0 +1,1 @@
+"""Adapters that name another framework: torch, jax, safetensors, distributed."""

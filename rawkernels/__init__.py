@@ -1,0 +1,1 @@
+"""CUDA C++ sources and their loader."""
