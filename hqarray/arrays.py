@@ -22,6 +22,8 @@ DIRECTIONS: tuple[Direction, Direction] = ("rowwise", "columnwise")
 
 PICKLE_VERSION = 1
 
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
@@ -85,7 +87,7 @@ class Separate:
 
     def copy(self) -> Separate:
         copies = (None if a is None else a.copy() for a in (self.codes, self.scales, self.global_scale, self.amax))
-        return Separate(*copies)  # type: ignore[arg-type]
+        return Separate(*copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -170,7 +172,7 @@ class QuantizedArray:
 
     @property
     def device(self) -> Any:
-        """ "cpu" for NumPy buffers, the CuPy device for CuPy's."""
+        """The CuPy device of CuPy buffers; "cpu" for NumPy's."""
         return (self.buffers.base if isinstance(self.buffers, Packed) else self.buffers.codes).device
 
     def copy(self) -> QuantizedArray:
@@ -245,7 +247,7 @@ class HybridArray:
     rowwise: QuantizedArray | None = None
     columnwise: QuantizedArray | None = None
     shape: tuple[int, ...] = None  # type: ignore[assignment]
-    dtype: np.dtype[Any] = np.dtype(np.float32)
+    dtype: np.dtype[Any] = FLOAT32
     derived: Direction | None = None
 
     def __post_init__(self) -> None:
@@ -287,7 +289,7 @@ class HybridArray:
 
     @property
     def columnwise_source(self) -> str:
-        """ "original", or "rowwise_dequantized" where the columns were quantized from what the rows became."""
+        """What columns were quantized from: "original", or "rowwise_dequantized" for what the rows became."""
         return "rowwise_dequantized" if self.derived == "columnwise" else "original"
 
     def parts(self) -> Iterator[tuple[Direction, QuantizedArray]]:

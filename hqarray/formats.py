@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-BFLOAT16: np.dtype = np.dtype(ml_dtypes.bfloat16)  # type: ignore[type-arg]
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 Block: TypeAlias = tuple[int, int]
 ScaleKind: TypeAlias = Literal["none", "float32", "e8m0", "e4m3"]
@@ -50,7 +50,7 @@ class Element:
         return self.bits if self.bits in (4, 8, 16, 32) else 8
 
     @property
-    def dtype(self) -> np.dtype:  # type: ignore[type-arg]
+    def dtype(self) -> np.dtype[Any]:
         """What a code buffer holds: uint8, or the values themselves for 16- and 32-bit elements."""
         return np.dtype(np.uint8) if self.bits <= 8 else _WIDE_DTYPES[self.name]
 
@@ -230,7 +230,7 @@ class Format(ABC):
         """Short name, with the differing fields in brackets where no row is equal: mxfp8(rule=floor)."""
         return _name(self)
 
-    def resolve(self, dtype: np.dtype) -> Format:  # type: ignore[type-arg]
+    def resolve(self, dtype: np.dtype[Any]) -> Format:
         """The format with what is taken from the input's dtype filled in."""
         return self
 
@@ -247,7 +247,6 @@ def _elements(*bits: int) -> list[str]:
 def _check_epsilon(kind: str, epsilon: float) -> None:
     if not 0 <= epsilon < float("inf"):
         raise ValueError(f"{kind}: epsilon={epsilon!r} must be finite and not negative")
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +382,7 @@ class HighPrecision(Format):
     def amax_block(self) -> Block | None:
         return None
 
-    def resolve(self, dtype: np.dtype) -> Format:  # type: ignore[type-arg]
+    def resolve(self, dtype: np.dtype[Any]) -> Format:
         return self if self.dtype is not None else HighPrecision(dtype.name)
 
 

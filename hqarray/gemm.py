@@ -55,11 +55,11 @@ class Operand:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.data.shape  # type: ignore[no-any-return]
+        return self.data.shape
 
 
 def left_operand(a: HybridArray | Array) -> Operand:
-    """a's matrix (m, k): its rowwise part, or the array's 2-D view."""
+    """The matrix of a, (m, k): its rowwise part, or the array's 2-D view."""
     if isinstance(a, HybridArray):
         part = a.part("rowwise", "a @ b, which contracts a's last axis,")
         return Operand(part, part.format.storage, a.dtype, a.shape[:-1])
@@ -68,7 +68,7 @@ def left_operand(a: HybridArray | Array) -> Operand:
 
 
 def right_operand(b: HybridArray | Array) -> Operand:
-    """b's matrix transposed, (n, k): its columnwise part, or the array's transposed view."""
+    """The matrix of b transposed, (n, k): its columnwise part, or the array's transposed view."""
     if isinstance(b, HybridArray):
         part = b.part("columnwise", "a @ b, which contracts b's first axis,")
         return Operand(part, part.format.storage, b.dtype, b.shape[1:])
@@ -147,9 +147,10 @@ def result_dtype(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def gelu(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """tanh form, as cuBLASLt's epilogue: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))."""
+    """The tanh form, as cuBLASLt's epilogue: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))."""
     inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (1 + np.tanh(inner))
+    y: npt.NDArray[np.float32] = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return y
 
 
 @dataclass(frozen=True, slots=True)

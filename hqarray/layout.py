@@ -197,5 +197,7 @@ def part_layout(storage: Storage, shape: tuple[int, int]) -> PartLayout:
     dtype = np.dtype(np.float32 if storage.scale == "float32" else np.uint8)
     scales_offset = round_up(codes.nbytes, ALIGNMENT)
     scalars = round_up(scales_offset + int(np.prod(scales_shape)) * dtype.itemsize, PITCH)
-    return PartLayout(codes, storage.element.dtype, scales, num_scales, scales_shape, dtype, scales_offset, scalars, scalars + PITCH,
-                      scalars + 2 * PITCH)
+    return PartLayout(
+        codes, storage.element.dtype, scales, num_scales, scales_shape, dtype, scales_offset,
+        global_scale_offset=scalars, amax_offset=scalars + PITCH, nbytes=scalars + 2 * PITCH,
+    )

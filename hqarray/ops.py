@@ -21,7 +21,7 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.floa
 
 
 def _array(values: Any, what: str) -> Array:
-    """values as a NumPy or CuPy array of a dtype we read."""
+    """The values as a NumPy or CuPy array of a dtype we read."""
     if not (isinstance(values, np.ndarray) or _is_cupy(values)):
         if not hasattr(values, "__dlpack__"):
             raise TypeError(
@@ -233,7 +233,7 @@ def matmul(
     accumulate: bool = False,
     engine: gemm.Engine | str | None = None,
 ) -> Array:
-    """a @ b for quantized arrays and plain ones: out = [out +] activation(a @ b + bias).
+    """The product a @ b for quantized arrays and plain ones: out = [out +] activation(a @ b + bias).
 
     a           (..., k) HybridArray, read by its rowwise part, or a plain float array
     b           (k, n) HybridArray, read by its columnwise part, or a plain float array
