@@ -41,7 +41,7 @@ def pack_nibbles(codes: Array) -> Array:
 def unpack_nibbles(packed: Array, k: int) -> Array:
     """(outer, ceil(k / 2)) bytes -> (outer, k) codes; inverse of pack_nibbles."""
     pairs = packed[..., None] >> np.array([0, 4], np.uint8)
-    return (pairs & 15).reshape(packed.shape[0], -1)[:, :k]
+    return (pairs & 15).reshape(packed.shape[0], 2 * packed.shape[1])[:, :k]
 
 
 @dataclass(frozen=True, slots=True)
