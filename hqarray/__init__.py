@@ -7,9 +7,11 @@ Importing it loads NumPy and ml_dtypes only.
 """
 
 from .arrays import HybridArray, QuantizedArray
+from .explore import Comparison, compare
 from .formats import ELEMENTS, FORMATS, FP8, MX, NVFP4, Element, Format, FP8Block, HighPrecision, as_format
 from .gemm import Engine
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
+from .recipes import RECIPES, Recipe, as_recipe
 
 __version__ = "0.1.0"
 
@@ -19,6 +21,8 @@ __all__ = [
     "FP8",
     "MX",
     "NVFP4",
+    "RECIPES",
+    "Comparison",
     "Element",
     "Engine",
     "FP8Block",
@@ -26,8 +30,11 @@ __all__ = [
     "HighPrecision",
     "HybridArray",
     "QuantizedArray",
+    "Recipe",
     "amax",
     "as_format",
+    "as_recipe",
+    "compare",
     "dequantize",
     "engine_for",
     "fake_quantize",

@@ -1,0 +1,303 @@
+"""Exploration: how far a matrix is from what formats make of it, as numbers and as tables.
+
+Works in tiles, so memory stays bounded whatever the size of the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import ops
+from .arrays import HybridArray, QuantizedArray
+from .formats import FORMATS, Format, as_format
+from .layout import Array, part_layout
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TILE = 1024
+"""Rows and columns of a tile; every block of every format fits it a whole number of times."""
+
+OVER = 1 + 2.0**-20
+"""An element counts as clipped beyond this times the largest magnitude: a float32 scale is off by 2^-24."""
+
+
+# --- one format ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FormatError:
+    """What one format makes of a matrix, blocks along its last axis.
+
+    format             name
+    sqnr_db            10 log10(sum x^2 / sum (q - x)^2), inf where q is x
+    relative_error     sqrt of the inverse ratio: |q - x| / |x| in the Frobenius norm
+    max_error          largest |q - x|
+    clipped            share of elements beyond the largest magnitude of their block, saturated
+    zeroed             share of elements that are not zero and become zero
+    nan                share of elements that decode to NaN
+    bytes_per_element  codes, scales and padding over the number of elements
+
+    Errors are over the elements that are finite and do not decode to NaN; shares are over all.
+    """
+
+    format: str
+    sqnr_db: float
+    relative_error: float
+    max_error: float
+    clipped: float
+    zeroed: float
+    nan: float
+    bytes_per_element: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running sums over tiles, in float64."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    max_error: float = 0.0
+    count: int = 0
+    clipped: int = 0
+    zeroed: int = 0
+    nan: int = 0
+
+    def add(self, values: Array, decoded: Array, largest: Array | None = None) -> None:
+        """Count a tile of values that decode to `decoded`; largest is the magnitude each could decode to at most."""
+        x, q = values.astype(np.float64), decoded.astype(np.float64)
+        counted = np.isfinite(x) & ~np.isnan(q)
+        error = np.subtract(q, x, where=counted, out=np.zeros_like(x))
+        self.signal += _energy(np.where(counted, x, 0))
+        self.noise += _energy(error)
+        self.max_error = max(self.max_error, float(np.abs(error).max(initial=0)))
+        self.count += x.size
+        self.nan += int(np.isnan(q).sum())
+        self.zeroed += int(((x != 0) & (q == 0)).sum())
+        if largest is not None:
+            self.clipped += int(((np.abs(x) > largest.astype(np.float64) * OVER) & (q != x)).sum())
+
+    @property
+    def sqnr_db(self) -> float:
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 and self.noise < math.inf else -math.inf
+
+    @property
+    def relative_error(self) -> float:
+        if self.noise == 0:
+            return 0.0
+        return math.sqrt(self.noise / self.signal) if self.signal else math.inf
+
+
+def _energy(values: npt.NDArray[np.float64]) -> float:
+    flat = values.ravel()
+    return float(flat @ flat)
+
+
+def measure(values: Array, format: Format | str) -> FormatError:
+    """What one format makes of a matrix (..., k), tile by tile: the numbers of FormatError.
+
+    Peak memory is some tens of megabytes beside the input.
+    """
+    matrix = values.reshape(-1, values.shape[-1]) if values.size else np.zeros((0, 1), np.float32)
+    format = as_format(format).resolve(np.dtype(np.float32) if matrix.dtype == np.float64 else matrix.dtype)
+    amax = host(ops.amax(matrix)) if format.measures_amax else None
+    tally = Tally()
+    with np.errstate(all="ignore"):
+        for tile in tiles(matrix.shape):
+            x = host(matrix[tile]).astype(np.float32)
+            part = ops.quantize(x, rowwise=format, amax=amax).rowwise
+            assert part is not None
+            tally.add(x, _decode(part), _decode(_largest(part)))
+    count = max(tally.count, 1)
+    nbytes = part_layout(format.storage, matrix.shape).nbytes if tally.count else 0
+    return FormatError(
+        format.name, tally.sqnr_db, tally.relative_error, tally.max_error, tally.clipped / count,
+        tally.zeroed / count, tally.nan / count, nbytes / count,
+    )
+
+
+def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """Slices of at most TILE x TILE that cover a matrix."""
+    for top in range(0, shape[0], TILE):
+        for left in range(0, shape[1], TILE):
+            yield slice(top, top + TILE), slice(left, left + TILE)
+
+
+def host(array: Array) -> npt.NDArray[Any]:
+    """The array itself, or a copy of it in host memory where it is CuPy's."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _decode(part: QuantizedArray) -> Array:
+    return HybridArray(part).dequantize()
+
+
+def _largest(part: QuantizedArray) -> QuantizedArray:
+    """A copy of a part with every code at the largest finite magnitude of its element."""
+    element = part.format.storage.element
+    copy = part.copy()
+    codes = copy.codes
+    if element.bits > 8:
+        codes[...] = element.max
+    else:
+        codes[...] = sum(element.max_code << shift for shift in range(0, 8, element.stored_bits))
+    return copy
+
+
+# --- many formats -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Errors of several formats on one matrix, in the order asked for.
+
+    A table wherever it is shown: as text, in a terminal through rich, in Jupyter as HTML.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    errors: tuple[FormatError, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: shape, dtype and one dict for each format."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "formats": {error.format: {k: v for k, v in asdict(error).items() if k != "format"} for error in self},
+        }
+
+    def __iter__(self) -> Iterator[FormatError]:
+        return iter(self.errors)
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def __getitem__(self, format: str | int) -> FormatError:
+        """The errors of one format, by name or place."""
+        if isinstance(format, int):
+            return self.errors[format]
+        for error in self.errors:
+            if error.format == format:
+                return error
+        raise KeyError(f"{format!r} was not compared; there are {', '.join(error.format for error in self.errors)}")
+
+    def table(self) -> TextTable:
+        """The numbers as text cells."""
+        rows = tuple(
+            (error.format, decibels(error.sqnr_db), percent(error.relative_error), f"{error.max_error:.3g}",
+             percent(error.clipped), percent(error.zeroed), percent(error.nan), f"{error.bytes_per_element:.3f}")
+            for error in self.errors
+        )
+        head = ("format", "SQNR dB", "error %", "max error", "clipped %", "zeroed %", "NaN %", "B/elem")
+        return TextTable(head, rows, f"{' x '.join(map(str, self.shape))} {self.dtype}")
+
+    def __rich__(self) -> Table:
+        return self.table().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+    def __repr__(self) -> str:
+        return self.table().text()
+
+
+def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None) -> Comparison:
+    """Compare what formats make of a matrix.
+
+    x        (..., k) float array; blocks run along the last axis, for the other one pass x.T
+    formats  names or formats; default every row of FORMATS
+    returns  Comparison, one FormatError for each format, in the order given
+
+    Works in tiles: peak memory does not grow with x. Raises TypeError for a dtype that quantize cannot read,
+    ValueError for an unknown format.
+    """
+    x = ops._array(x, "x")
+    if isinstance(formats, (Format, str)):
+        formats = (formats,)
+    wanted = [as_format(format) for format in (FORMATS if formats is None else formats)]
+    if x.ndim == 0:
+        raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
+    return Comparison(x.shape, x.dtype.name, tuple(measure(x, format) for format in wanted))
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def decibels(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else {math.inf: "exact", -math.inf: "-inf"}.get(value, "nan")
+
+
+def percent(share: float) -> str:
+    """A share in percent, without the sign: 3.72, <0.01, 0."""
+    if share == 0:
+        return "0"
+    return "<0.01" if share < 5e-5 else f"{100 * share:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """Cells as text, the first column left-aligned: rendered by rich, as HTML or as plain text."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    rules: Sequence[int] = field(default=())
+
+    def __rich__(self) -> Table:
+        return self.at_width(None)
+
+    def at_width(self, width: int | None) -> Table:
+        """A rich table; where it would not fit the width, names in the first column are broken at "_"."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self.title) if self.title else None, title_justify="left", box=SIMPLE_HEAD,
+                      padding=(0, 1, 0, 0), pad_edge=False, title_style="bold")
+        widths = [max(len(line) for row in (self.head, *self.rows) for line in row[i].split("\n"))
+                  for i in range(len(self.head))]
+        spare = None if width is None else width - sum(widths[1:]) - len(widths) - 1
+        for number, name in enumerate(self.head):
+            table.add_column(Text(name), justify="right" if number else "left", no_wrap=True, overflow="fold")
+        for number, row in enumerate(self.rows):
+            first = row[0] if spare is None or widths[0] <= spare else break_name(row[0], max(spare, 8))
+            table.add_row(*(Text(cell) for cell in (first, *row[1:])), end_section=number + 1 in self.rules)
+        return table
+
+    def text(self, width: int = 100) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+        console.print(self.at_width(width))
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+    def html(self) -> str:
+        """A <table>; everything in it is escaped."""
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
+        body = "".join(
+            "<tr>" + f"<th>{escape(row[0])}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+            for row in self.rows
+        )
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def break_name(name: str, width: int) -> str:
+    """A name on lines of at most width, broken after "_" or "," where it has one there."""
+    lines = [""]
+    for piece in name.replace("_", "_\0").replace(",", ",\0").split("\0"):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
