@@ -232,8 +232,8 @@ def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None
 # --- tables -------------------------------------------------------------------------------------
 
 
-def decibels(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else {math.inf: "exact", -math.inf: "-inf"}.get(value, "nan")
+def decibels(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else {math.inf: "exact", -math.inf: "-inf"}.get(value, "nan")
 
 
 def percent(share: float) -> str:
@@ -261,15 +261,16 @@ class TextTable:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(self.title) if self.title else None, title_justify="left", box=SIMPLE_HEAD,
-                      padding=(0, 1, 0, 0), pad_edge=False, title_style="bold")
         widths = [max(len(line) for row in (self.head, *self.rows) for line in row[i].split("\n"))
                   for i in range(len(self.head))]
-        spare = None if width is None else width - sum(widths[1:]) - len(widths) - 1
+        gap = 2 if width is None or sum(widths) + 2 * len(widths) - 2 <= width else 1
+        spare = widths[0] if width is None else width - sum(widths[1:]) - gap * (len(widths) - 1)
+        table = Table(title=Text(self.title) if self.title else None, title_justify="left", title_style="bold",
+                      box=SIMPLE_HEAD, show_edge=False, padding=(0, gap - 1, 0, 0), pad_edge=False)
         for number, name in enumerate(self.head):
             table.add_column(Text(name), justify="right" if number else "left", no_wrap=True, overflow="fold")
         for number, row in enumerate(self.rows):
-            first = row[0] if spare is None or widths[0] <= spare else break_name(row[0], max(spare, 8))
+            first = row[0] if widths[0] <= spare else break_name(row[0], max(spare, 8))
             table.add_row(*(Text(cell) for cell in (first, *row[1:])), end_section=number + 1 in self.rules)
         return table
 

@@ -1,0 +1,238 @@
+"""Operands from files: every 2-D float array in .npy, .npz and .safetensors, and the x / w / dy triples among them.
+
+Reads with NumPy alone. Nothing in a file is executed: pickled objects are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .formats import BFLOAT16
+
+Values: TypeAlias = npt.NDArray[Any]
+
+ROLE_NAMES = ("x", "w", "dy")
+
+BFLOAT16_SUFFIX = re.compile(r"[._/]bfloat16$")
+ROLE_SUFFIX = re.compile(r"^(?:(?P<layer>.*)[._/])?(?P<role>x|w|dy)$")
+
+SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+"""Types NumPy can hold; a tensor of another type (F8_E4M3, F4 ...) is skipped and named."""
+
+HEADER_LIMIT = 100_000_000
+"""Bytes: the safetensors format's own limit on its header."""
+
+
+class FileError(ValueError):
+    """A file that cannot be read, in one line that names it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """One 2-D float array and where it came from."""
+
+    name: str
+    source: str
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Triple:
+    """The operands of a linear layer: x (m, k), w (n, k), dy (m, n)."""
+
+    name: str
+    x: Matrix
+    w: Matrix
+    dy: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What files hold: triples, the matrices that belong to none, and why arrays were skipped."""
+
+    triples: tuple[Triple, ...]
+    matrices: tuple[Matrix, ...]
+    notes: tuple[str, ...]
+
+
+def read_operands(paths: Iterable[str | Path]) -> Operands:
+    """Read every 2-D float array of the files and group them.
+
+    Names that end in x, w and dy (after ".", "_" or "/", or nothing else) make a triple where their shapes fit.
+    bfloat16 is read from safetensors, from the two-byte void that np.save makes of it, and from uint16 under a
+    name ending in ".bfloat16". Raises FileError for a file that cannot be read.
+    """
+    notes: list[str] = []
+    matrices: dict[tuple[str, str], Matrix] = {}
+    for path in map(Path, paths):
+        for name, array in _read(path):
+            matrix, note = _matrix(name, str(path), array)
+            if matrix is not None:
+                matrices.setdefault((str(path.resolve()), matrix.name), matrix)
+            else:
+                notes.append(f"skipped {name} ({path.name}): {note}")
+    return _group(list(matrices.values()), notes)
+
+
+def default_operands() -> Operands:
+    """The two real layers that come with the library."""
+    return read_operands([Path(__file__).parent / "data" / "linear_layers.npz"])
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> Iterator[tuple[str, Values | str]]:
+    """Name and array, or the reason why there is none, for each entry of a file."""
+    readers = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise FileError(f"{path}: not a file this reads; give .npy, .npz or .safetensors")
+    try:
+        yield from reader(path)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, EOFError, TypeError, KeyError, RuntimeError, SyntaxError, MemoryError, OverflowError,
+            zipfile.BadZipFile, zlib.error) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise FileError(f"{path}: not a readable {path.suffix[1:]} file: {reason}") from error
+
+
+def _read_npy(path: Path) -> Iterator[tuple[str, Values | str]]:
+    with path.open("rb") as file:
+        magic = file.read(6)
+    if magic != b"\x93NUMPY":
+        raise FileError(f"{path}: not an npy file (it begins with {magic!r})" if magic else f"{path}: empty file")
+    yield path.stem, _load_npy(path)
+
+
+def _load_npy(path: Path) -> Values | str:
+    with path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        _, _, dtype = header(file)
+    if dtype.hasobject:
+        return "it holds Python objects (pickle), which are not loaded"
+    mapped: Values = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped
+
+
+def _read_npz(path: Path) -> Iterator[tuple[str, Values | str]]:
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        for name in names:
+            with archive.open(name) as file:
+                if not name.endswith(".npy"):
+                    yield name, "not an array"
+                    continue
+                if file.read(6) != b"\x93NUMPY":
+                    raise FileError(f"{path}: {name} in it is not an npy file")
+            array: Values | str
+            try:
+                with archive.open(name) as file:
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+            except ValueError as error:
+                if "allow_pickle" not in str(error):
+                    raise
+                array = "it holds Python objects (pickle), which are not loaded"
+            yield name.removesuffix(".npy"), array
+
+
+def _read_safetensors(path: Path) -> Iterator[tuple[str, Values | str]]:
+    """8 bytes header length, a JSON header, the data; every claim of the header is checked against the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            raise FileError(f"{path}: not a safetensors file: its header would be {length} bytes of {size}")
+        header = json.loads(file.read(length).decode("utf-8"))
+    if not isinstance(header, dict):
+        raise FileError(f"{path}: not a safetensors file: its header is not an object")
+    start, data = 8 + length, size - 8 - length
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            whole = False
+        if not whole or not begin <= end <= data:
+            raise FileError(f"{path}: the header says of {name!r} what does not fit the file ({data} bytes of data)")
+        dtype = SAFETENSORS_DTYPES.get(kind)
+        if dtype is None:
+            yield name, f"{kind} is not a float type this quantizes"
+            continue
+        if prod(shape) * dtype.itemsize != end - begin:
+            raise FileError(f"{path}: the header says of {name!r} {kind} {list(shape)} in {end - begin} bytes")
+        if len(shape) != 2 or not end - begin:
+            yield name, np.empty(shape, dtype) if not end - begin else f"{len(shape)}-D"
+            continue
+        raw = np.memmap(path, np.uint8, "r", start + begin, (end - begin,))
+        yield name, np.asarray(raw).view(dtype).reshape(shape)
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def _matrix(name: str, source: str, array: Values | str) -> tuple[Matrix | None, str]:
+    """The array as a matrix of native floats, or why it is none."""
+    if isinstance(array, str):
+        return None, array
+    suffix = BFLOAT16_SUFFIX.search(name)
+    if array.dtype == np.uint16 and suffix:
+        array, name = array.view(BFLOAT16), name[: suffix.start()]
+    elif array.dtype == np.dtype("V2"):
+        array = array.view(BFLOAT16)
+    elif array.dtype == np.uint16:
+        return None, "uint16; end its name in .bfloat16 if these are the bits of bfloat16"
+    if array.dtype != BFLOAT16 and (array.dtype.kind != "f" or array.dtype.itemsize > 8):
+        return None, f"dtype {array.dtype}; float16, bfloat16, float32 and float64 are read"
+    if array.ndim != 2:
+        return None, f"{array.ndim}-D"
+    if not array.size:
+        return None, f"empty, shape {array.shape}"
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return Matrix(name, source, array), ""
+
+
+def _group(matrices: list[Matrix], notes: list[str]) -> Operands:
+    layers: dict[tuple[str, str], dict[str, Matrix]] = {}
+    for matrix in matrices:
+        match = ROLE_SUFFIX.match(matrix.name)
+        if match:
+            source = Path(matrix.source)
+            place = str(source.parent if source.suffix.lower() == ".npy" else source)
+            layers.setdefault((place, match["layer"] or ""), {})[match["role"]] = matrix
+    triples, used = [], set()
+    for (place, layer), roles in layers.items():
+        if len(roles) < len(ROLE_NAMES):
+            continue
+        name = layer or Path(place).stem
+        x, w, dy = (roles[role] for role in ROLE_NAMES)
+        if dy.values.shape != (x.values.shape[0], w.values.shape[0]) or x.values.shape[1] != w.values.shape[1]:
+            shapes = ", ".join(f"{role} {roles[role].values.shape}" for role in ROLE_NAMES)
+            notes.append(f"{name}: no triple, {shapes} do not fit x (m, k), w (n, k), dy (m, n)")
+            continue
+        triples.append(Triple(name, x, w, dy))
+        used |= {id(x), id(w), id(dy)}
+    return Operands(tuple(triples), tuple(m for m in matrices if id(m) not in used), tuple(notes))
