@@ -154,9 +154,10 @@ class Tiled128x4(ScaleLayout):
 
     def tile(self, scales: Array) -> npt.NDArray[Any]:
         rows, blocks = scales.shape
-        padded = np.zeros((round_up(rows, 128), round_up(blocks, 4)), scales.dtype)
+        row_tiles, block_tiles = self.buffer_shape(rows, blocks)[:2]
+        padded = np.zeros((row_tiles * 128, block_tiles * 4), scales.dtype)
         padded[:rows, :blocks] = scales
-        return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).copy()
+        return padded.reshape(row_tiles, 4, 32, block_tiles, 4).transpose(0, 3, 2, 1, 4).copy()
 
     def untile(self, buffer: Array, rows: int, blocks: int) -> Array:
         row_tiles, block_tiles = buffer.shape[:2]
