@@ -112,8 +112,8 @@ class QuantizedArray:
     ) -> QuantizedArray:
         """Somebody else's bytes as a part, without a copy.
 
-        codes (outer, k) or FP4 (outer, ceil(k / 2)), one byte an item (or the values of an unquantized format),
-        last axis contiguous; scales of the logical shape, any strides; global_scale one float32.
+        codes (outer, k) or FP4 (outer, ceil(k / 2)), uint8 or the float8 type itself (or the values of an
+        unquantized format), last axis contiguous; scales of the logical shape, any strides; global_scale one float32.
         Raises ValueError for a wrong shape, TypeError for a wrong dtype.
         """
         format = as_format(format)
@@ -121,8 +121,7 @@ class QuantizedArray:
         outer, k = (int(n) for n in shape)
         layout = part_layout(storage, (outer, k))
         itemsize = storage.element.dtype.itemsize
-        if codes.dtype.itemsize != itemsize or (itemsize > 1 and codes.dtype != storage.element.dtype):
-            raise TypeError(f"codes of {format.name} are {storage.element.dtype}, these are {codes.dtype}")
+        codes = _expect_dtype("codes", codes, storage.element.dtype, storage.element.dtype_name, format)
         _expect_shape("codes", codes, (outer, layout.codes.columns), format, (outer, k))
         if codes.size and codes.strides[-1] != itemsize:
             raise ValueError(
@@ -134,10 +133,7 @@ class QuantizedArray:
             scales = codes[:0, :0].view(np.uint8)
         elif storage.scale != "none" and storage.block is None and scales.size == 1:
             scales = scales.reshape(1, 1)
-        if storage.scale != "none" and scales.dtype.itemsize == layout.scales_dtype.itemsize == 1:
-            scales = scales.view(np.uint8)
-        if scales.dtype != layout.scales_dtype:
-            raise TypeError(f"scales of {format.name} are {layout.scales_dtype}, these are {scales.dtype}")
+        scales = _expect_dtype("scales", scales, layout.scales_dtype, storage.scale_dtype_name, format)
         _expect_shape("scales", scales, layout.num_scales, format, (outer, k))
         if storage.global_scale != (global_scale is not None):
             needs = "needs a global_scale (one float32)" if storage.global_scale else "has no global_scale"
@@ -146,7 +142,6 @@ class QuantizedArray:
             if global_scale.dtype != np.float32 or global_scale.size != 1:
                 raise TypeError(f"global_scale is one float32, not {global_scale.dtype} {global_scale.shape}")
             global_scale = global_scale.reshape(1)
-        codes = codes if itemsize > 1 else codes.view(np.uint8)
         return cls(format, (outer, k), Separate(codes, scales, global_scale))
 
     @property
@@ -189,6 +184,8 @@ class QuantizedArray:
         ):
             if target is not None:
                 target[...] = source
+        if self.format.storage.element.stored_bits == 4 and self.shape[1] % 2:
+            part.codes[:, -1] &= 0x0F  # the nibble behind an odd k is code padding
         return part
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,6 +217,16 @@ def _unpickle_part(version: int, name: str, shape: tuple[int, int], *arrays: Arr
     if version > PICKLE_VERSION:
         raise ValueError(f"this part was pickled by a newer hqarray (pickle version {version} > {PICKLE_VERSION})")
     return QuantizedArray(as_format(name), shape, Separate(*arrays)).packed()
+
+
+def _expect_dtype(what: str, array: Array, dtype: np.dtype[Any], typed: str, format: Format) -> Array:
+    """The array as dtype; bytes may come under the name of what they encode, of nothing else."""
+    if array.dtype == dtype:
+        return array
+    if array.dtype.name == typed:
+        return array.view(dtype)
+    expected = dtype.name if typed == dtype.name else f"{dtype.name} or {typed}"
+    raise TypeError(f"{what} of {format.name} are {expected}, these are {array.dtype}")
 
 
 def _expect_shape(what: str, array: Array, expected: tuple[int, ...], format: Format, shape: tuple[int, int]) -> None:

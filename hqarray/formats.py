@@ -55,6 +55,13 @@ class Element:
         return np.dtype(np.uint8) if self.bits <= 8 else _WIDE_DTYPES[self.name]
 
     @property
+    def dtype_name(self) -> str:
+        """Name of the type in ml_dtypes, torch and JAX: float8_e4m3fn, float8_e5m2, float6_e2m3fn, bfloat16."""
+        if self.bits > 8:
+            return self.name
+        return f"float{self.bits}_{self.name}{'' if self.specials == 'ieee' else 'fn'}"
+
+    @property
     def significand_bits(self) -> int:
         return self.mantissa_bits + 1
 
@@ -185,6 +192,11 @@ class Storage:
     scale: ScaleKind
     global_scale: bool = False
     rht: bool = False
+
+    @property
+    def scale_dtype_name(self) -> str:
+        """Name of the type of one stored scale in ml_dtypes, torch and JAX."""
+        return {"none": "uint8", "float32": "float32", "e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}[self.scale]
 
     def num_scales(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Logical shape of the scales of an (outer, k) part."""

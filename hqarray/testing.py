@@ -287,7 +287,8 @@ def _zero_rows(rng: np.random.Generator, shape: Shape) -> npt.NDArray[Any]:
 
 def _ties(rng: np.random.Generator, shape: Shape) -> npt.NDArray[Any]:
     """Significands of 1 to 6 bits under block maxima that make every kind of scale a power of two."""
-    x = (2 * rng.integers(0, 32, shape) + 1) * 2.0 ** rng.integers(-8, 0, shape) * rng.choice([-1.0, 1.0], shape)
+    odd = 2.0 * rng.integers(0, 32, shape) + 1
+    x: npt.NDArray[Any] = odd * 2.0 ** rng.integers(-8, 0, shape) * rng.choice([-1.0, 1.0], shape)
     x[..., ::16] = 6.0 * 2.0 ** rng.integers(3, 5, x[..., ::16].shape)
     x.reshape(-1)[:1] = 2688.0
     return x

@@ -183,3 +183,17 @@ def test_scales_cover_every_block(name):
 def test_a_format_is_abstract_or_final():
     with pytest.raises(TypeError, match="abstract"):
         Format()
+
+
+@named("element", ELEMENTS.values(), ids=lambda element: element.name)
+def test_an_element_knows_the_name_of_its_type(element):
+    dtype = np.dtype(getattr(ml_dtypes, element.dtype_name, None) or element.dtype_name)
+    assert dtype.name == element.dtype_name
+    if element.bits <= 8:
+        assert ml_dtypes.finfo(dtype).bits == element.bits and float(ml_dtypes.finfo(dtype).max) == element.max
+
+
+def test_storage_knows_the_name_of_its_scales_type():
+    names = {name: FORMATS[name].storage.scale_dtype_name for name in ("mxfp4", "nvfp4", "fp8_e4m3", "bf16")}
+    assert names == {"mxfp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn", "fp8_e4m3": "float32", "bf16": "uint8"}
+    assert ml_dtypes.float8_e8m0fnu and ml_dtypes.float8_e4m3fn
