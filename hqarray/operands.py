@@ -81,7 +81,8 @@ def read_operands(paths: Iterable[str | Path]) -> Operands:
     notes: list[str] = []
     matrices: dict[tuple[str, str], Matrix] = {}
     for path in map(Path, paths):
-        for name, array in _read(path):
+        for raw, array in _read(path):
+            name = "".join(c if c.isprintable() else "\ufffd" for c in raw)  # no control codes for a terminal
             matrix, note = _matrix(name, str(path), array)
             if matrix is not None:
                 matrices.setdefault((str(path.resolve()), matrix.name), matrix)
@@ -172,7 +173,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, Values | str]]:
             continue
         try:
             kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             whole = False
         if not whole or not begin <= end <= data:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -178,10 +179,10 @@ class Report:
         """A page that needs nothing but itself, for light and dark screens; every text is escaped."""
         tables = "\n".join(table.html() for table in self.tables())
         legend = "\n".join(f"<li>{escape(line)}</li>" for line in self.legend())
-        return _PAGE.replace("{tables}", tables).replace("{legend}", legend)
+        return _PAGE.substitute(tables=tables, legend=legend)
 
 
-_PAGE = """<!DOCTYPE html>
+_PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>hqarray report</title>
 <style>
@@ -197,12 +198,12 @@ tbody th, thead th:first-child { text-align: left; font-weight: 500; white-space
 thead th { background: var(--head); vertical-align: bottom; }
 </style></head><body>
 <h1>hqarray report</h1>
-{tables}
+$tables
 <ul>
-{legend}
+$legend
 </ul>
 </body></html>
-"""
+""")
 
 
 def _pair(values: tuple[float, float]) -> str:

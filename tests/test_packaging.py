@@ -76,9 +76,9 @@ def shipped(tree: Path) -> Iterator[tuple[str, str]]:
             inside = path.relative_to(tree / folder).as_posix()
             if folder == "hqarray" and inside.split("/")[0] in LINKED:
                 continue
-            if path.suffix in (".py", ".cu", ".cuh") or path.name == "py.typed" or inside.startswith("data/"):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    yield f"{folder}/{inside}", f"{target}/{inside}"
+            wanted = path.suffix in (".py", ".cu", ".cuh") or path.name == "py.typed" or inside.startswith("data/")
+            if wanted and path.is_file() and "__pycache__" not in path.parts:
+                yield f"{folder}/{inside}", f"{target}/{inside}"
 
 
 @pytest.mark.parametrize("name", LINKED)

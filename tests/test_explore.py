@@ -1,0 +1,198 @@
+"""compare: numbers against a plain computation on the whole matrix, against ml_dtypes and against known tables."""
+
+import json
+import math
+import tracemalloc
+from html.parser import HTMLParser
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rich.console import Console
+
+import hqarray as hq
+from hqarray import explore
+
+RAGGED = np.random.default_rng(1).standard_normal((300, 277)).astype(np.float32)
+SPREAD = (RAGGED * np.exp2(np.random.default_rng(2).integers(-12, 12, RAGGED.shape))).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", hq.FORMATS)
+@pytest.mark.parametrize("values", [RAGGED, SPREAD], ids=["normal", "spread"])
+def test_numbers_are_those_of_the_whole_matrix(name: str, values: np.ndarray) -> None:
+    error = hq.compare(values, name)[name]
+    decoded = hq.fake_quantize(values, name).astype(np.float64)
+    noise = decoded - values
+    finite = np.isfinite(noise)
+    if finite.all():
+        assert error.relative_error == pytest.approx(np.linalg.norm(noise) / np.linalg.norm(values.astype(np.float64)))
+        if noise.any():
+            assert error.sqnr_db == pytest.approx(-20 * math.log10(error.relative_error))
+        else:
+            assert error.sqnr_db == math.inf
+    else:  # float16 overflows to infinity
+        assert error.relative_error == math.inf and error.sqnr_db == -math.inf
+    assert error.max_error == np.abs(noise).max()
+    assert error.zeroed == ((decoded == 0) & (values != 0)).mean()
+    assert error.nan == 0
+    part = hq.quantize(values, rowwise=name).rowwise
+    assert part is not None
+    assert error.bytes_per_element == part.nbytes / values.size
+
+
+@pytest.mark.parametrize("name", hq.FORMATS)
+def test_tiles_do_not_change_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hq.compare(SPREAD, name)[0]
+    monkeypatch.setattr(explore, "TILE", 128)
+    tiled = hq.compare(SPREAD, name)[0]
+    for field in ("max_error", "clipped", "zeroed", "nan", "bytes_per_element"):
+        assert getattr(tiled, field) == getattr(whole, field), field
+    assert tiled.sqnr_db == pytest.approx(whole.sqnr_db)
+
+
+def test_fp8_agrees_with_ml_dtypes() -> None:
+    scale = np.float32(448) / np.abs(RAGGED).max()
+    decoded = (RAGGED * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / np.float64(scale)
+    expected = 10 * math.log10((RAGGED.astype(np.float64) ** 2).sum() / ((decoded - RAGGED) ** 2).sum())
+    assert hq.compare(RAGGED, "fp8_e4m3")["fp8_e4m3"].sqnr_db == pytest.approx(expected, abs=1e-4)
+
+
+def test_sqnr_of_the_normal_distribution_is_the_known_one() -> None:
+    """Issue 2's table: N(0, 1), 4096 x 4096, default_rng(0)."""
+    known = {"mxfp8": 31.52, "mxfp8(rule=floor)": 30.64, "nvfp4": 20.43}
+    x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
+    tracemalloc.start()
+    comparison = hq.compare(x, known)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    for name, sqnr in known.items():
+        assert comparison[name].sqnr_db == pytest.approx(sqnr, abs=0.02)
+    assert peak < x.nbytes, "memory is bounded by the tile, not by the matrix"
+
+
+def test_clipped_counts_what_saturates_and_not_what_rounds() -> None:
+    x = np.zeros((1, 32), np.float32)
+    x[0, :4] = 960, 957, -950, 890
+    floor, up = hq.compare(x, ["mxfp8(rule=floor)", "mxfp8"])
+    assert floor.clipped == 3 / 32  # largest 448 * 2 = 896
+    assert floor.max_error == 64
+    assert up.clipped == 0
+
+
+def test_clipped_ignores_the_rounding_of_a_scale() -> None:
+    x = np.random.default_rng(3).standard_normal((64, 64)).astype(np.float32)
+    for name in ("fp8_e4m3", "fp8_e5m2", "fp8_block_1x128", "fp8_block_128x128", "bf16", "fp32"):
+        assert hq.compare(x, name)[0].clipped == 0, name
+
+
+def test_infinity_counts_as_clipped_where_it_saturates() -> None:
+    x = np.ones((1, 32), np.float32)
+    x[0, 5] = np.inf
+    fp8, wide = hq.compare(x, ["fp8_e4m3", "fp32"])
+    assert fp8.clipped == 1 / 32 and fp8.sqnr_db == math.inf
+    assert wide.clipped == 0
+
+
+def test_nan_is_counted_where_it_spreads() -> None:
+    x = np.ones((1, 64), np.float32)
+    x[0, 3] = np.nan
+    mxfp8, mxfp4, nvfp4 = hq.compare(x, ["mxfp8", "mxfp4", "nvfp4"])
+    assert (mxfp8.nan, mxfp4.nan, nvfp4.nan) == (1 / 64, 32 / 64, 16 / 64)
+    assert mxfp8.max_error == 0
+
+
+def test_float16_overflow_is_an_infinite_error_and_clipped() -> None:
+    error = hq.compare(np.array([[1.0, 1e5]], np.float32), "fp16")[0]
+    assert (error.max_error, error.sqnr_db, error.clipped) == (math.inf, -math.inf, 0.5)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 4)])
+def test_empty_matrix_has_no_error(shape: tuple[int, ...]) -> None:
+    comparison = hq.compare(np.zeros(shape, np.float32))
+    assert all(error.sqnr_db == math.inf and error.relative_error == 0 for error in comparison)
+    assert comparison.shape == shape
+
+
+def test_zeros_are_exact() -> None:
+    for error in hq.compare(np.zeros((20, 40), np.float32)):
+        assert (error.sqnr_db, error.max_error, error.clipped, error.nan) == (math.inf, 0, 0, 0), error.format
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16, np.float32])
+def test_reads_every_float_dtype_any_strides_and_any_number_of_axes(dtype: type) -> None:
+    x = RAGGED.astype(dtype)
+    straight = hq.compare(np.ascontiguousarray(x[:256:2, ::3]).reshape(2, 64, -1), "mxfp8")
+    strided = hq.compare(x[:256:2, ::3], "mxfp8")
+    assert straight[0] == strided[0]
+    assert straight.dtype == np.dtype(dtype).name
+
+
+def test_default_is_the_whole_table_in_its_order() -> None:
+    assert [error.format for error in hq.compare(RAGGED[:4])] == list(hq.FORMATS)
+
+
+def test_to_dict_is_plain() -> None:
+    values = hq.compare(RAGGED[:8, :32], ["mxfp8", hq.NVFP4()]).to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["shape"] == [8, 32] and list(values["formats"]) == ["mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits_the_terminal_and_loses_no_digit(width: int) -> None:
+    comparison = hq.compare(SPREAD)
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(comparison.table().at_width(width))
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= width
+    for error in comparison:
+        (row,) = [line for line in text.splitlines() if line.split() and line.split()[0] == error.format]
+        assert row.split()[1] == explore.decibels(error.sqnr_db)
+
+
+def test_comparison_shows_itself_as_text_rich_and_html() -> None:
+    comparison = hq.compare(RAGGED[:8], ["mxfp8", "nvfp4"])
+    assert "SQNR dB" in repr(comparison) and "mxfp8" in str(comparison)
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(comparison)
+    assert "nvfp4" in captured.get()
+
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
+    parser.feed(comparison._repr_html_())
+    assert tags.count("tr") == 3
+
+
+def test_html_escapes_every_cell() -> None:
+    table = explore.TextTable(("<a>", "b"), (("<script>", "&"),), "<title>")
+    assert table.html().count("<script>") == 0
+    assert "&lt;script&gt;" in table.html() and "&lt;title&gt;" in table.html() and "<td>&amp;</td>" in table.html()
+
+
+@pytest.mark.parametrize(
+    ("x", "formats", "error"),
+    [
+        (np.ones((2, 2), np.int32), "mxfp8", TypeError),
+        (np.ones((2, 2), np.float32), "mxfp9", ValueError),
+        (np.array(1, np.float32), "mxfp8", ValueError),
+        ([[1.0]], "mxfp8", TypeError),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(x: object, formats: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        hq.compare(x, formats)
+
+
+def test_format_that_was_not_compared_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="there are mxfp8"):
+        hq.compare(RAGGED[:2], "mxfp8")["nvfp4"]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0"), (1e-9, "<0.01"), (0.0372, "3.72"), (1, "100.00"), (math.nan, "nan"), (math.inf, "inf")],
+)
+def test_percent(share: float, text: str) -> None:
+    assert explore.percent(share) == text

@@ -1,0 +1,114 @@
+"""Recipes: names, pairs, and which part of an operand each product reads."""
+
+import numpy as np
+import pytest
+
+import hqarray as hq
+from hqarray.recipes import PRODUCTS, ROLES, Recipe, as_recipe
+
+
+@pytest.mark.parametrize("name", hq.RECIPES)
+def test_name_and_recipe_are_inverse(name: str) -> None:
+    recipe = hq.RECIPES[name]
+    assert recipe.name == name
+    assert as_recipe(name) is recipe
+    assert as_recipe(recipe) is recipe
+    assert hash(recipe) == hash(Recipe(*(recipe[role] for role in ROLES)))
+
+
+@pytest.mark.parametrize("name", hq.FORMATS)
+def test_format_makes_the_uniform_recipe(name: str) -> None:
+    format = hq.FORMATS[name]
+    recipe = as_recipe(format)
+    assert recipe.formats == (format,)
+    assert all(recipe[role] == (format, format) for role in ROLES)
+    if name not in hq.RECIPES:
+        assert as_recipe(name) == recipe
+
+
+def test_formats_of_the_named_recipes() -> None:
+    def names(recipe: str) -> list[str]:
+        return ["/".join(format.name for format in hq.RECIPES[recipe][role]) for role in ROLES]
+
+    assert names("fp8") == ["fp8_e4m3/fp8_e4m3"] * 3
+    assert names("fp8_e5m2_gradient") == ["fp8_e4m3/fp8_e4m3"] * 2 + ["fp8_e5m2/fp8_e5m2"]
+    assert names("mxfp8_forward_nvfp4_backward") == ["mxfp8/nvfp4"] * 2 + ["nvfp4/nvfp4"]
+    block = "fp8_block_128x128_pow2/fp8_block_128x128_pow2"
+    assert names("mxfp8_fp8_block_weight") == ["mxfp8/mxfp8", block, "mxfp8/mxfp8"]
+    assert names("nvfp4") == ["nvfp4/nvfp4", "nvfp4_16x16/nvfp4_16x16", "nvfp4/nvfp4"]
+
+
+def test_hybrid_products_read_the_formats_they_are_named_for() -> None:
+    recipe = hq.RECIPES["mxfp8_forward_nvfp4_backward"]
+    mxfp8, nvfp4 = hq.FORMATS["mxfp8"], hq.FORMATS["nvfp4"]
+    assert {product: recipe.product(product) for product in PRODUCTS} == {
+        "fprop": (mxfp8, mxfp8), "dgrad": (nvfp4, nvfp4), "wgrad": (nvfp4, nvfp4),
+    }
+
+
+def test_products_table_says_what_matmul_reads() -> None:
+    """Six different formats; each product fails exactly where one of its two parts is missing."""
+    shapes = {"input": (4, 6), "weight": (5, 6), "grad_output": (4, 5)}
+    multiply = {
+        "fprop": lambda a: a["input"] @ a["weight"].T,
+        "dgrad": lambda a: a["grad_output"] @ a["weight"],
+        "wgrad": lambda a: a["grad_output"].T @ a["input"],
+    }
+    arrays = {
+        role: hq.quantize(np.ones(shape, np.float32), rowwise="mxfp8", columnwise="nvfp4")
+        for role, shape in shapes.items()
+    }
+    for product, operands in PRODUCTS.items():
+        for role in ROLES:
+            for index, direction in enumerate(("rowwise", "columnwise")):
+                lacking = {**arrays, role: arrays[role].drop(**{direction: True})}
+                if (role, index) in operands:
+                    with pytest.raises(ValueError, match="this HybridArray"):
+                        multiply[product](lacking)
+                else:
+                    multiply[product](lacking)
+
+
+def test_fields_take_names_formats_and_pairs() -> None:
+    recipe = Recipe("mxfp8", ["mxfp8", "nvfp4"], (hq.MX(), hq.NVFP4()))  # type: ignore[arg-type]
+    assert recipe.input == (hq.MX(), hq.MX())
+    assert recipe.weight == recipe.grad_output == (hq.MX(), hq.NVFP4())
+    assert recipe.name == "input=mxfp8,weight=mxfp8/nvfp4,grad_output=mxfp8/nvfp4"
+    assert recipe["weight"] == recipe.weight
+
+
+def test_uniform_nvfp4_is_not_named_as_the_recipe_with_square_weights() -> None:
+    assert as_recipe(hq.FORMATS["nvfp4"]).name == "input=nvfp4,weight=nvfp4,grad_output=nvfp4"
+    assert as_recipe("nvfp4") != as_recipe(hq.FORMATS["nvfp4"])
+
+
+def test_name_with_options_is_a_uniform_recipe() -> None:
+    recipe = as_recipe(" mxfp8(rule=floor)")
+    assert recipe.formats == (hq.MX(rule="floor"),)
+    assert recipe.name == "mxfp8(rule=floor)"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("nvfp5", ValueError, "unknown recipe or format 'nvfp5'; did you mean 'nvfp4'"),
+        ("", ValueError, "unknown recipe or format ''; known: bf16"),
+        ("mxfp8(rule=up", ValueError, "lacks the closing bracket"),
+        (7, TypeError, "not int: 7"),
+    ],
+)
+def test_errors_say_what_is_known(given: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        as_recipe(given)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("pair", [("mxfp8",), ("mxfp8", "mxfp8", "mxfp8"), 3, None])
+def test_pair_is_one_format_or_two(pair: object) -> None:
+    with pytest.raises(TypeError, match="weight is a format or a"):
+        Recipe("mxfp8", pair, "mxfp8")  # type: ignore[arg-type]
+
+
+def test_role_that_does_not_exist_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="input, weight, grad_output"):
+        hq.RECIPES["fp8"]["output"]  # type: ignore[index]
