@@ -185,6 +185,7 @@ class Storage:
     """What a reader must know to decode a part. GEMM, engine choice and files look at nothing else.
 
     block: rows x columns that share one stored scale; None: one scale for the whole matrix, or none.
+    pow2: block scales in float32 are powers of two, so that bfloat16 holds what they decode to.
     """
 
     element: Element
@@ -192,6 +193,7 @@ class Storage:
     scale: ScaleKind
     global_scale: bool = False
     rht: bool = False
+    pow2: bool = False
 
     @property
     def scale_dtype_name(self) -> str:
@@ -304,7 +306,7 @@ class FP8Block(Format):
 
     @property
     def storage(self) -> Storage:
-        return Storage(ELEMENTS[self.element], self.block, "float32")
+        return Storage(ELEMENTS[self.element], self.block, "float32", pow2=self.pow2)
 
     @property
     def scaling(self) -> Scaling:

@@ -106,9 +106,8 @@ def bf16_terms(storage: Storage) -> int:
     A significand of up to 4 bits times a power of two or a 4-bit significand fits bf16's 8 bits; an arbitrary
     float32 (or float16) does not.
     """
-    if storage.element.significand_bits > 8:
-        return 3
-    return 3 if storage.scale == "float32" and storage.block is not None else 1
+    any_float32 = storage.scale == "float32" and storage.block is not None and not storage.pow2
+    return 3 if any_float32 or storage.element.significand_bits > 8 else 1
 
 
 def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:

@@ -109,7 +109,9 @@ def test_storage_forgets_how_a_part_was_rounded():
     assert hq.MX(rule="floor").storage == hq.MX(rule="up").storage
     assert hq.NVFP4((16, 16)).storage == hq.NVFP4().storage
     assert hq.FP8(epsilon=1.0, pow2=True).storage == hq.FP8().storage
+    assert hq.FP8Block(epsilon=1.0).storage == hq.FP8Block().storage
     assert hq.FP8Block(block=(128, 128)).storage != hq.FP8Block().storage
+    assert hq.FP8Block(pow2=True).storage != hq.FP8Block().storage  # decides whether bf16 holds it exactly
 
 
 def test_high_precision_takes_its_dtype_from_the_array():
