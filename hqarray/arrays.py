@@ -354,7 +354,8 @@ class HybridArray:
         kept = {direction: part for direction, part in self.parts() if direction not in dropped}
         if not kept:
             raise ValueError(f"drop({', '.join(dropped)}) would leave no part in this HybridArray {self.shape}")
-        return HybridArray(kept.get("rowwise"), kept.get("columnwise"), self.shape, self.dtype, self.derived)
+        derived = self.derived if self.derived in kept else None
+        return HybridArray(kept.get("rowwise"), kept.get("columnwise"), self.shape, self.dtype, derived)
 
     def copy(self) -> HybridArray:
         """Same values in buffers of its own."""
