@@ -204,7 +204,7 @@ def info_lines(chips: tuple[tuple[int, int], ...] = (), width: int = 80) -> Iter
     yield from (f"  {library}" for library in libraries) if libraries else ("  not found",)
     yield "Engines of a @ b, by the stored formats of a (row) and b (column)"
     alike = [names for names in storages().values() if len(names) > 1]
-    text = "stored alike, one row: " + "; ".join(" = ".join(names) for names in alike)
+    text = "stored alike, one row: " + ("; ".join(" = ".join(names) for names in alike) or "none")
     yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     yield "NumPy"
     yield from engine_lines(None, width)

@@ -82,7 +82,8 @@ def test_bfloat16_is_read_from_void_and_from_named_bits(tmp_path: Path) -> None:
 def test_what_is_skipped_is_named_with_the_reason(tmp_path: Path) -> None:
     np.savez(
         tmp_path / "mixed.npz", good=X, vector=X[0], cube=X[None], ints=X.astype(np.int32), bits=X.astype(np.uint16),
-        none=X[:0], text=np.array([["a"]]), objects=np.array([[1, None]], object), complexes=X.astype(complex), flags=X > 0,
+        none=X[:0], text=np.array([["a"]]), objects=np.array([[1, None]], object), complexes=X.astype(complex),
+        flags=X > 0,
     )
     operands = read_operands([tmp_path / "mixed.npz"])
     assert names(operands) == ([], ["good"])

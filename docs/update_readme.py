@@ -1,0 +1,87 @@
+"""Write the generated parts of README.md: the format table and the output of commands.
+
+    python docs/update_readme.py          rewrites README.md
+    python docs/update_readme.py --check  exit code 1 where a part is out of date
+
+A part lies between `<!-- generated: WHAT -->` and `<!-- end -->`; WHAT is "formats", "recipes" or a command line
+that begins with "python".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hqarray as hq
+from hqarray.layout import part_layout
+
+README = Path(__file__).parent.parent / "README.md"
+PART = re.compile(r"(<!-- generated: (?P<what>.*?) -->\n).*?(<!-- end -->)", re.S)
+
+
+def format_table() -> str:
+    """One row for each short name, from FORMATS alone. Bytes are of a 4096 x 4096 matrix, one direction."""
+    lines = [
+        "| name | element | largest | block | scale | bytes per element |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, format in hq.FORMATS.items():
+        storage = format.storage
+        block = "x".join(map(str, format.amax_block)) if format.amax_block else "matrix"
+        scale = storage.scale + (", powers of two" if getattr(format.scaling, "pow2", False) else "")
+        scale += " + one float32" if storage.global_scale else ""
+        if storage.scale == "none":
+            block = scale = "-"
+        nbytes = part_layout(storage, (4096, 4096)).nbytes / 4096**2
+        cells = (f"`{name}`", storage.element.name, f"{storage.element.max:.5g}", block, scale, f"{nbytes:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def recipe_table() -> str:
+    """One row for each named recipe; where the two directions differ, rowwise/columnwise."""
+    lines = ["| name | input | weight | gradient of the output |", "|---|---|---|---|"]
+    for name, recipe in hq.RECIPES.items():
+        pairs = (recipe.input, recipe.weight, recipe.grad_output)
+        cells = ("/".join(dict.fromkeys(f"`{format.name}`" for format in pair)) for pair in pairs)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def command_output(command: str) -> str:
+    """What a command prints in a terminal of 80 columns, fenced."""
+    program, *arguments = shlex.split(command)
+    assert program == "python"
+    run = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    lines = (line.rstrip() for line in run.stdout.rstrip().splitlines())
+    return "\n".join(["```text", *lines, "```"])
+
+
+def generated(what: str) -> str:
+    tables: dict[str, Callable[[], str]] = {"formats": format_table, "recipes": recipe_table}
+    return tables[what]() if what in tables else command_output(what)
+
+
+def updated(text: str) -> str:
+    """The text with every generated part made anew."""
+    return PART.sub(lambda part: f"{part[1]}{generated(part['what'])}\n{part[3]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    old = README.read_text(encoding="utf-8")
+    new = updated(old)
+    if arguments == ["--check"]:
+        return int(old != new)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
