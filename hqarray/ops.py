@@ -50,7 +50,9 @@ def _backend(array: Array) -> ModuleType:
     """The module that computes on this array's type."""
     if isinstance(array, np.ndarray):
         return reference
-    raise NotImplementedError("CuPy arrays are not supported yet; quantize a NumPy array")
+    from . import cuda
+
+    return cuda
 
 
 def _matrix(values: Array, what: str) -> Array:
@@ -178,8 +180,8 @@ def dequantize(array: HybridArray, *, source: Direction | None = None, dtype: An
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     if wanted not in FLOATS[:3]:
         raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
-    values = _backend_of(part).dequantize_part(part, wanted)
-    return (values if direction == "rowwise" else values.T).reshape(array.shape)
+    values = _backend_of(part).dequantize_part(part, wanted, transposed=direction == "columnwise")
+    return values.reshape(array.shape)
 
 
 def _more_precise(array: HybridArray) -> Direction:

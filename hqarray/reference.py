@@ -227,7 +227,8 @@ def quantize_into(part: QuantizedArray, values: Values, whole: Floats | None = N
     if format.scaling is None:
         for tile in _tiles(values.shape, (1, 1), values):
             with np.errstate(all="ignore"):
-                codes[tile] = _load(values, tile, (1, 1)) if values.dtype == np.float64 else values[tile]
+                same = values.dtype == element.dtype  # then bits are kept, NaN's too
+                codes[tile] = values[tile] if same else _canonical(_load(values, tile, (1, 1)))
         return
     rule = _SCALE_RULES[type(format.scaling)]
     with np.errstate(all="ignore"):
@@ -275,10 +276,16 @@ def _quantize_tile(
 # --- dequantize ---------------------------------------------------------------------------------
 
 
-def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], out: Values | None = None) -> Values:
-    """Decode to (outer, k) values: RN(code * scale), NVFP4 RN((code * scale) * global_scale), then a cast."""
+def dequantize_part(
+    part: QuantizedArray, dtype: np.dtype[Any], out: Values | None = None, *, transposed: bool = False
+) -> Values:
+    """Decode to (outer, k) values, or to their (k, outer) transpose, C-contiguous where it is allocated here.
+
+    RN(code * scale), NVFP4 RN((code * scale) * global_scale), then a cast. NaN becomes the canonical quiet one.
+    """
     storage = part.format.storage
-    values = np.empty(part.shape, dtype) if out is None else out
+    result = np.empty(part.shape[::-1] if transposed else part.shape, dtype) if out is None else out
+    values = result.T if transposed else result
     codes, scales, global_scale = part.codes, part.scales, part.global_scale
     block = storage.block or (1, 1)
     with np.errstate(all="ignore"):
@@ -288,7 +295,15 @@ def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], out: Values | No
                 decoded *= _scales_of(scales, tile, storage)
             if global_scale is not None:
                 decoded *= global_scale
-            values[tile] = decoded
+            values[tile] = _canonical(decoded)
+    return result
+
+
+def _canonical(values: Floats) -> Floats:
+    """NaN without its sign and payload, which processors treat differently; in place."""
+    nan = np.isnan(values)
+    if nan.any():
+        values[nan] = np.nan
     return values
 
 

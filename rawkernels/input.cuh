@@ -1,0 +1,195 @@
+// Inputs: an 8 x 8 patch of a thread, its loads and the largest magnitudes of its rows and columns.
+//
+// 16-bit elements stay packed, two columns a register, so that one instruction serves two; float32 stays as it is.
+#pragma once
+#include "codec.cuh"
+
+namespace hq {
+
+HQ_FN u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+HQ_FN u32 lows(u32 a, u32 b) { return permute(a, b, 0x5410); }   // (a.lo, b.lo)
+HQ_FN u32 highs(u32 a, u32 b) { return permute(a, b, 0x7632); }  // (a.hi, b.hi)
+
+// Larger magnitude of each half. NAN_WINS: NaN if either is, else the one that is not. Signs are garbage.
+#if __CUDA_ARCH__ >= 860
+#define HQ_MAX_ABS2(type)                                                                          \
+    if (NAN_WINS) asm("max.NaN.xorsign.abs." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));      \
+    else asm("max.xorsign.abs." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+#define HQ_MAX_ABS2(type)                                                                          \
+    a &= 0x7FFF7FFFu; b &= 0x7FFF7FFFu;                                                            \
+    if (NAN_WINS) asm("max.NaN." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));                  \
+    else asm("max." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#endif
+
+struct BFloat16 {
+    typedef u16 type;
+    static constexpr int size = 2;
+    static constexpr u32 nan = 0x7FC0u;
+    template <bool NAN_WINS> static HQ_FN u32 max_abs2(u32 a, u32 b) { u32 d; HQ_MAX_ABS2("bf16x2") return d; }
+    static HQ_FN float low(u32 pair) { return float_of(pair << 16); }
+    static HQ_FN float high(u32 pair) { return float_of(pair & 0xFFFF0000u); }
+};
+
+struct Float16 {
+    typedef u16 type;
+    static constexpr int size = 2;
+    static constexpr u32 nan = 0x7E00u;
+    template <bool NAN_WINS> static HQ_FN u32 max_abs2(u32 a, u32 b) { u32 d; HQ_MAX_ABS2("f16x2") return d; }
+    static HQ_FN float widen(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+    static HQ_FN float low(u32 pair) { return widen(u16(pair)); }
+    static HQ_FN float high(u32 pair) { return widen(u16(pair >> 16)); }
+};
+
+struct Float32 {
+    typedef u32 type;
+    static constexpr int size = 4;
+    static constexpr u32 nan = NAN_BITS;
+};
+
+// Larger magnitude of two floats, NaN as above.
+template <bool NAN_WINS>
+HQ_FN float max_abs(float a, float b) {
+    float d;
+    if (NAN_WINS) asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(fabsf(a)), "f"(fabsf(b)));
+    else d = fmaxf(fabsf(a), fabsf(b));
+    return d;
+}
+
+// Largest magnitude of 8 lines (the patch's rows, or its columns), held as `count` registers that can be shuffled.
+template <class In>
+struct Lines {
+    static constexpr int count = In::size == 2 ? 4 : 8;
+    u32 reg[count];
+
+    template <bool NAN_WINS>
+    static HQ_FN u32 larger(u32 a, u32 b) {
+        if constexpr (In::size == 2) return In::template max_abs2<NAN_WINS>(a, b);
+        else return bits_of(max_abs<NAN_WINS>(float_of(a), float_of(b)));
+    }
+    // Combine with the lane whose number differs by `mask`.
+    template <bool NAN_WINS>
+    HQ_FN void across(int mask) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) reg[i] = larger<NAN_WINS>(reg[i], __shfl_xor_sync(~0u, reg[i], mask));
+    }
+    // Largest of all 8 lines, float bits without sign; NaN only where NAN_WINS.
+    template <bool NAN_WINS>
+    HQ_FN u32 whole() const {
+        u32 best = reg[0];
+#pragma unroll
+        for (int i = 1; i < count; ++i) best = larger<NAN_WINS>(best, reg[i]);
+        if constexpr (In::size == 2) best = bits_of(max_abs<NAN_WINS>(In::low(best), In::high(best)));
+        return best & 0x7FFFFFFFu;
+    }
+    // Line i as float32 bits without sign.
+    HQ_FN u32 at(int i) const {
+        if constexpr (In::size == 2) return bits_of(i & 1 ? In::high(reg[i / 2]) : In::low(reg[i / 2])) & 0x7FFFFFFFu;
+        else return reg[i] & 0x7FFFFFFFu;
+    }
+};
+
+template <class In>
+struct Patch {
+    static constexpr int words = In::size * 2;  // 32-bit words in a row of 8
+    u32 word[8][words];
+
+    HQ_FN float at(int row, int column) const {
+        if constexpr (In::size == 4) return float_of(word[row][column]);
+        else return column & 1 ? In::high(word[row][column / 2]) : In::low(word[row][column / 2]);
+    }
+
+    // rows: how many of the 8 exist; columns: likewise. What does not exist is zero.
+    // ALIGNED: every row starts on 16 bytes. Otherwise rows start anywhere on an element.
+    template <bool ALIGNED>
+    HQ_FN void load(const char* first, i64 row_bytes, int rows, int columns) {
+        if (ALIGNED && rows >= 8 && columns >= 8) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) load_row(word[i], first + i * row_bytes);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const char* source = first + i * row_bytes;
+#pragma unroll
+            for (int w = 0; w < words; ++w) word[i][w] = 0;
+            if (i >= rows || columns <= 0) continue;
+            if (ALIGNED && columns >= 8) load_row(word[i], source);
+            else if (!ALIGNED && In::size == 2 && columns >= 16) load_shifted(word[i], source);
+            else load_elements(word[i], source, columns);
+        }
+    }
+
+  private:
+    static HQ_FN void load_row(u32* target, const char* source) {
+#pragma unroll
+        for (int v = 0; v < words / 4; ++v) {
+            const uint4 four = __ldg(reinterpret_cast<const uint4*>(source) + v);
+            target[4 * v] = four.x; target[4 * v + 1] = four.y; target[4 * v + 2] = four.z; target[4 * v + 3] = four.w;
+        }
+    }
+    // 16 bytes at any even address: the two aligned vectors around them, shifted. Needs 16 readable bytes after.
+    static HQ_FN void load_shifted(u32* target, const char* source) {
+        const u64 address = reinterpret_cast<u64>(source);
+        const uint4* vectors = reinterpret_cast<const uint4*>(address & ~15ull);
+        const u32 shift = u32(address) & 15;
+        const uint4 a = __ldg(vectors), b = shift ? __ldg(vectors + 1) : a;
+        u32 all[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int w = 0; w < 6; ++w) all[w] = shift & 8 ? all[w + 2] : all[w];
+#pragma unroll
+        for (int w = 0; w < 5; ++w) all[w] = shift & 4 ? all[w + 1] : all[w];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) target[w] = __funnelshift_r(all[w], all[w + 1], (shift & 3) * 8);
+    }
+    static HQ_FN void load_elements(u32* target, const char* source, int columns) {
+        const auto* elements = reinterpret_cast<const typename In::type*>(source);
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+            if (c < columns) target[c * In::size / 4] |= u32(__ldg(elements + c)) << (c * In::size * 8 % 32);
+    }
+};
+
+// Largest magnitude of each row of a patch.
+template <bool NAN_WINS, class In>
+HQ_FN Lines<In> row_amax(const Patch<In>& patch) {
+    typedef Lines<In> L;
+    L lines;
+#pragma unroll
+    for (int i = 0; i < L::count; ++i) {
+        if constexpr (In::size == 2) {  // two rows share a register
+            u32 best[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const u32* w = patch.word[2 * i + r];
+                best[r] = L::template larger<NAN_WINS>(L::template larger<NAN_WINS>(w[0], w[1]),
+                                                       L::template larger<NAN_WINS>(w[2], w[3]));
+            }
+            lines.reg[i] = L::template larger<NAN_WINS>(lows(best[0], best[1]), highs(best[0], best[1]));
+        } else {
+            u32 best = patch.word[i][0] & 0x7FFFFFFFu;
+#pragma unroll
+            for (int c = 1; c < 8; ++c) best = L::template larger<NAN_WINS>(best, patch.word[i][c]);
+            lines.reg[i] = best;
+        }
+    }
+    return lines;
+}
+
+// Largest magnitude of each column of a patch.
+template <bool NAN_WINS, class In>
+HQ_FN Lines<In> column_amax(const Patch<In>& patch) {
+    typedef Lines<In> L;
+    L lines;
+#pragma unroll
+    for (int i = 0; i < L::count; ++i) {
+        u32 best = patch.word[0][i];
+        if constexpr (In::size == 4) best &= 0x7FFFFFFFu;
+#pragma unroll
+        for (int r = 1; r < 8; ++r) best = L::template larger<NAN_WINS>(best, patch.word[r][i]);
+        lines.reg[i] = best;
+    }
+    return lines;
+}
+
+}  // namespace hq

@@ -1,0 +1,307 @@
+// Quantize: grid (column tiles, row tiles, row tiles / 65535), 256 threads a TILE_ROWS x TILE_COLUMNS tile of X.
+//
+// One read of X gives both parts. A thread holds an 8 x 8 patch; its rows are lines of the rowwise part, its columns
+// of the columnwise one, and both directions run the same code over them. Row codes are stored at once; column codes
+// are turned in shared memory, so that a column is written in one piece. Padding is written as zeros, for what lies
+// outside X is read as zero. Generated before this text: Input, Row, Column (traits of two formats), TILE_ROWS,
+// TILE_COLUMNS, ALIGNED, SHARED_BYTES.
+#include "scale.cuh"
+#include "tile.cuh"
+
+namespace hq {
+
+struct Output {
+    u8* codes;
+    i64 pitch;  // bytes from one line to the next
+    u8* scales;
+    i64 scale_pitch;  // scales from one row of the scale buffer to the next
+    float* global_scale;
+    float* amax;
+};
+
+struct Arguments {
+    const char* values;
+    i64 row_bytes;  // from one row of X to the next
+    i64 m, k;
+    const float* whole;  // amax of X
+    const u32* noop;     // nothing is written where it is not zero
+    Output row, column;
+    i64 reversed;  // last tile first: after an amax pass that went forward
+};
+
+template <class F> constexpr bool in_lanes = F::block_columns == 16 || F::block_columns == 32;
+template <class F> constexpr bool in_tile = F::block_columns == 128;
+template <class F> constexpr bool square = F::block_rows > 1;
+template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
+template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
+
+struct Shared {
+    alignas(16) u8 stage[Column::present ? TILE_COLUMNS * line_bytes<Column> : 16];
+    float table[2][128];
+    u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
+    float factor[2][128];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch reserves too little shared memory");
+
+// Largest magnitudes of the lines over what one warp sees of their block.
+template <class F, int DOWN>
+HQ_FN Lines<Input> block_amax(const Patch<Input>& patch) {
+    typedef Direction<DOWN> D;
+    constexpr bool nan = nan_wins<F>;
+    Lines<Input> lines = DOWN ? column_amax<nan>(patch) : row_amax<nan>(patch);
+    constexpr int lanes = F::block_columns / 8 < D::lanes ? F::block_columns / 8 : D::lanes;
+#pragma unroll
+    for (int mask = 1; mask < lanes; mask *= 2) lines.template across<nan>(mask * D::step);
+    return lines;
+}
+
+// 16 x 16 squares: one amax for the 8 lines and for the neighbour's.
+template <class F, int DOWN>
+HQ_FN void square_amax(Lines<Input>& lines) {
+    u32 best = lines.template whole<true>();
+    best = bits_of(max_abs<true>(float_of(best), float_of(__shfl_xor_sync(~0u, best, Direction<DOWN>::other_step))));
+    if constexpr (Input::size == 2) best = Input::size == 2 && same<Input, BFloat16>::value ? best >> 16 : narrow_f16(float_of(best), 0) & 0xFFFFu;
+#pragma unroll
+    for (int i = 0; i < Lines<Input>::count; ++i) lines.reg[i] = Input::size == 2 ? best * 0x10001u : best;
+}
+
+// 128-blocks, step 1: what each warp saw, to shared memory.
+template <class F, int DOWN>
+HQ_FN void share_amax(const Lines<Input>& lines, const Place& p, Shared& shared) {
+    typedef Direction<DOWN> D;
+    if constexpr (square<F>) {
+        u32 best = lines.template whole<false>();
+#pragma unroll
+        for (int mask = D::other_step; mask < D::other_step * (32 / D::lanes); mask *= 2)
+            best = bits_of(max_abs<false>(float_of(best), float_of(__shfl_xor_sync(~0u, best, mask))));
+        if ((threadIdx.x & 31) == 0) shared.partial[DOWN][0][p.warp] = best;
+    } else if (D::lane(p) == 0) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) shared.partial[DOWN][D::warp(p)][D::line(p) + i] = lines.at(i);
+    }
+}
+
+HQ_FN float without_nan(u32 amax) { return amax > INF_BITS ? 0.0f : float_of(amax); }
+
+// 128-blocks, step 2: a thread a line; stores the scale, leaves the factor in shared memory.
+template <class F, int DOWN>
+HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+    typedef Direction<DOWN> D;
+    const float max = float_of(F::Element::max_bits);
+    float* scales = reinterpret_cast<float*>(out.scales);
+    const i64 line_tile = DOWN ? p.tile_column : p.tile_row, along_tile = DOWN ? p.tile_row : p.tile_column;
+    if constexpr (square<F>) {
+        float best = 0.0f;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; ++w) best = fmaxf(best, without_nan(shared.partial[DOWN][0][w]));
+        const float factor = reciprocal_factor(best, max, F::epsilon, F::pow2);
+        if (threadIdx.x < 128) shared.factor[DOWN][threadIdx.x] = prepare_factor<F>(factor);
+        const i64 blocks = round_up(D::length(a), 128) / 128;
+        const i64 column = along_tile + threadIdx.x;  // one thread writes the scale, the next ones the padding
+        if (threadIdx.x < 4 && column < out.scale_pitch && (threadIdx.x == 0 || (along_tile == blocks - 1)))
+            scales[line_tile * out.scale_pitch + column] = threadIdx.x == 0 ? divide(1.0f, factor) : 0.0f;
+    } else {
+        const int line = int(threadIdx.x) - DOWN * 128;
+        if (line < 0 || line >= 128) return;
+        float best = 0.0f;
+#pragma unroll
+        for (int w = 0; w < D::warps; ++w) best = fmaxf(best, without_nan(shared.partial[DOWN][w][line]));
+        const float factor = reciprocal_factor(best, max, F::epsilon, F::pow2);
+        shared.factor[DOWN][line] = prepare_factor<F>(factor);
+        const i64 at = line_tile * 128 + line;
+        if (at < out.scale_pitch)
+            scales[along_tile * out.scale_pitch + at] = at < D::lines(a) ? divide(1.0f, factor) : 0.0f;
+    }
+}
+
+// 16- and 32-blocks: the first lane of each block stores the 8 bytes of its lines.
+template <class F, int DOWN>
+HQ_FN void store_bytes(const LineScales<F, Input>& scales, const Arguments& a, const Output& out, const Place& p) {
+    typedef Direction<DOWN> D;
+    const i64 block = D::along0(p) / F::block_columns;
+    if (D::lane(p) % (F::block_columns / 8) || D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch) return;
+    *reinterpret_cast<uint2*>(out.scales + block * out.scale_pitch + D::line0(p)) = make_uint2(scales.stored[0], scales.stored[1]);
+}
+
+template <int WORDS>
+HQ_FN void store_words(u8* target, const u32* words) {
+    if constexpr (WORDS == 1) *reinterpret_cast<u32*>(target) = words[0];
+    else if constexpr (WORDS == 2) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    else {
+#pragma unroll
+        for (int v = 0; v < WORDS / 4; ++v)
+            reinterpret_cast<uint4*>(target)[v] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
+    }
+}
+
+// Where line i's codes go: rows to global memory, columns to the stage.
+template <class F, int DOWN>
+struct Sink {
+    static constexpr int words = F::stored_bits / 4;
+    u8* target;
+    i64 pitch;
+    int lines;  // how many of the 8 lines are stored
+
+    HQ_FN Sink(const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+        if constexpr (DOWN) {
+            lines = 8;
+            target = shared.stage;
+            pitch = p.row * line_bytes<F> / TILE_ROWS;
+        } else {
+            const i64 byte = p.column0 * (words * 4) / 8, left = round_up(a.m, 16) - p.row0;
+            target = out.codes + p.row0 * out.pitch + byte;
+            pitch = out.pitch;
+            lines = byte < out.pitch && left > 0 ? int(left < 8 ? left : 8) : 0;
+        }
+    }
+    HQ_FN void put(const Place& p, int i, const u32* line_words) const {
+        if constexpr (DOWN) {
+            store_words<words>(target + staged(p.column + i, int(pitch), line_bytes<F>), line_words);
+        } else if (i < lines) store_words<words>(target + i * pitch, line_words);
+    }
+};
+
+template <class F, int DOWN, class Scales>
+HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p, bool halve) {
+    constexpr int words = Sink<F, DOWN>::words;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32 w[words];
+        if constexpr (DOWN) encode_line<F, Input>(ColumnOf<Input>{patch, i}, scales.at(i), halve, w);
+        else encode_line<F, Input>(RowOf<Input>{patch, i}, scales.at(i), halve, w);
+        if (scales.is_nan(i)) {
+#pragma unroll
+            for (int j = 0; j < words; ++j) w[j] = 0;
+        }
+        sink.put(p, i, w);
+    }
+}
+
+// Packed FP4: pairs of columns share their instructions.
+template <class F, int DOWN>
+HQ_FN void encode_pairs(const Patch<Input>& patch, const LineScales<F, Input>& scales, const Sink<F, DOWN>& sink, const Place& p) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        u32 w[2];
+        if constexpr (DOWN) encode_e2m1_columns(patch, c, scales.factor[c], w[0], w[1]);
+        else {
+            w[0] = encode_e2m1_row(patch, 2 * c, lows(scales.factor[c], scales.factor[c]));
+            w[1] = encode_e2m1_row(patch, 2 * c + 1, highs(scales.factor[c], scales.factor[c]));
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (scales.is_nan(2 * c + h)) w[h] = 0;
+            sink.put(p, 2 * c + h, &w[h]);
+        }
+    }
+}
+
+struct OneFactor {  // a whole matrix under one scale, or unquantized
+    float factor;
+    HQ_FN float at(int) const { return factor; }
+    HQ_FN bool is_nan(int) const { return false; }
+};
+
+struct TileFactors {  // 8 lines' factors out of shared memory
+    float factor[8];
+    HQ_FN TileFactors(const float* source) {
+        const float4 a = reinterpret_cast<const float4*>(source)[0], b = reinterpret_cast<const float4*>(source)[1];
+        factor[0] = a.x; factor[1] = a.y; factor[2] = a.z; factor[3] = a.w;
+        factor[4] = b.x; factor[5] = b.y; factor[6] = b.z; factor[7] = b.w;
+    }
+    HQ_FN float at(int i) const { return factor[i]; }
+    HQ_FN bool is_nan(int) const { return false; }
+};
+
+// Scales and codes of one direction.
+template <class F, int DOWN>
+HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared, const Global& g) {
+    const Sink<F, DOWN> sink(a, out, p, shared);
+    if constexpr (in_lanes<F>) {
+        Lines<Input> lines = block_amax<F, DOWN>(patch);
+        if constexpr (square<F>) square_amax<F, DOWN>(lines);
+        const auto scales = scale_lines<F, Input>(lines, g, shared.table[DOWN]);
+        store_bytes<F, DOWN>(scales, a, out, p);
+        if constexpr (LineScales<F, Input>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
+        else encode_lines<F, DOWN>(patch, scales, sink, p, g.halve);
+    } else if constexpr (in_tile<F>) {
+        encode_lines<F, DOWN>(patch, TileFactors(shared.factor[DOWN] + Direction<DOWN>::line(p)), sink, p, false);
+    } else if constexpr (F::scaling == RECIPROCAL) {
+        const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
+        encode_lines<F, DOWN>(patch, OneFactor{prepare_factor<F>(factor)}, sink, p, false);
+    } else {
+        encode_lines<F, DOWN>(patch, OneFactor{1.0f}, sink, p, false);
+    }
+}
+
+// What one thread of the grid writes for the whole matrix.
+template <class F>
+HQ_FN void store_scalars(const Arguments& a, const Output& out, const Global& g) {
+    if constexpr (F::scaling == TWO_LEVEL) {
+        *out.global_scale = g.decode_scale;
+        if (out.amax) *out.amax = *a.whole;
+    }
+    if constexpr (F::scaling == RECIPROCAL && F::block_columns == 0) {
+        const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
+        for (i64 i = 0; i < out.scale_pitch; ++i)
+            reinterpret_cast<float*>(out.scales)[i] = i == 0 ? divide(1.0f, factor) : 0.0f;
+        if (out.amax) *out.amax = *a.whole;
+    }
+}
+
+// The staged columns to global memory, 16 bytes a lane, neighbours along a column.
+template <class F>
+HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& shared) {
+    constexpr int chunks = line_bytes<F> / 16;
+    const i64 first = p.tile_row * line_bytes<F>, columns = round_up(a.k, 16) - p.tile_column * TILE_COLUMNS;
+    u8* target = a.column.codes + p.tile_column * TILE_COLUMNS * a.column.pitch + first;
+#pragma unroll
+    for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
+        const int index = n * THREADS + threadIdx.x, column = index / chunks, byte = index % chunks * 16;
+        if (column < columns && first + byte < a.column.pitch)
+            *reinterpret_cast<uint4*>(target + column * a.column.pitch + byte) =
+                *reinterpret_cast<const uint4*>(shared.stage + staged(column, byte, line_bytes<F>));
+    }
+}
+
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantize(const __grid_constant__ hq::Arguments a) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    if (a.noop && *a.noop) return;
+
+    const Global row_global = global_of<Row>(a.whole), column_global = global_of<Column>(a.whole);
+    if (first_thread()) {
+        if constexpr (Row::present) store_scalars<Row>(a, a.row, row_global);
+        if constexpr (Column::present) store_scalars<Column>(a, a.column, column_global);
+    }
+    Place p;
+    if (!locate(p, a.m, a.reversed)) return;
+
+    Patch<Input> patch;
+    patch.load<ALIGNED>(a.values + p.row0 * a.row_bytes + p.column0 * Input::size, a.row_bytes,
+                        count_of(a.m, p.row0, 8), count_of(a.k, p.column0, 16));
+
+    if constexpr (Row::scaling == TWO_LEVEL)
+        if (threadIdx.x < 128) shared.table[0][threadIdx.x] = table_entry<Row>(threadIdx.x, row_global);
+    if constexpr (Column::scaling == TWO_LEVEL)
+        if (threadIdx.x >= 128) shared.table[1][threadIdx.x - 128] = table_entry<Column>(threadIdx.x - 128, column_global);
+    if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
+    if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);
+    if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL || in_tile<Row> || in_tile<Column>) __syncthreads();
+    if constexpr (in_tile<Row>) tile_scale<Row, 0>(a, a.row, p, shared);
+    if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
+    if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
+
+    // Run-time branches keep the two directions in separate basic blocks: without them ptxas shares the unpacked
+    // patch between them and spills.
+    if constexpr (Row::present)
+        if (a.row.codes) quantize_lines<Row, 0>(patch, a, a.row, p, shared, row_global);
+    if constexpr (Column::present) {
+        if (a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared, column_global);
+        __syncthreads();
+        store_columns<Column>(a, p, shared);
+    }
+}

@@ -1,0 +1,114 @@
+// Scales of the 8 lines of a patch: from their largest magnitudes to stored bytes and encode factors.
+#pragma once
+#include "encode.cuh"
+
+namespace hq {
+
+// What a format with a global scale needs of the whole matrix.
+struct Global {
+    float encode_scale = 1.0f;  // S_enc
+    float decode_scale = 1.0f;  // S_dec
+    bool halve = false;         // half of an encode factor would be subnormal and lose a bit
+};
+
+template <class F>
+HQ_FN Global global_of(const float* whole) {
+    Global g;
+    if constexpr (F::scaling == TWO_LEVEL) {
+        g.encode_scale = global_encode_scale(*whole, F::bound * float_of(F::Element::max_bits));
+        g.decode_scale = divide(1.0f, g.encode_scale);
+        g.halve = g.decode_scale > 0x1p115f;
+    }
+    return g;
+}
+
+// Factor of each E4M3 scale byte without sign: 128 divisions a block of threads instead of one a line.
+template <class F>
+HQ_FN float table_entry(u32 stored, const Global& g) {
+    const float factor = two_level_factor(stored, g.decode_scale);
+    return g.halve ? factor : prepare_factor<F>(factor);
+}
+
+template <class F, class In>
+struct LineScales {
+    static constexpr bool packed = F::scaling == POWER_OF_TWO && same<In, BFloat16>::value;
+    u32 factor[packed ? 4 : 8];  // pairs of bf16, or prepared float32
+    u32 stored[2];               // 8 bytes
+
+    HQ_FN float at(int i) const {
+        if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
+        else return float_of(factor[i]);
+    }
+    HQ_FN u32 byte(int i) const { return (stored[i / 4] >> (8 * (i & 3))) & 255; }
+    HQ_FN void set(int i, u32 byte) { stored[i / 4] = (stored[i / 4] & ~(255u << (8 * (i & 3)))) | byte << (8 * (i & 3)); }
+    // Byte that marks a block with a NaN, where the element has none.
+    static constexpr u32 nan_byte = F::scaling == TWO_LEVEL ? 0x7F : 0xFF;
+    HQ_FN bool is_nan(int i) const { return !F::Element::has_nan && byte(i) == nan_byte; }
+};
+
+// E8M0 on pairs of bf16, half a register a line: the exponent field moves by the carry of the rounding rule.
+template <class F, class In>
+HQ_FN void scale_pairs(const Lines<In>& amax, LineScales<F, In>& scales) {
+    typedef typename F::Element E;
+    constexpr u32 top = (E::max_bits >> 16) & 0x7F;
+    constexpr u32 carry = F::rounding == UP ? 0x7F - top : F::rounding == FLOOR ? 0 : 1u << (6 - E::mantissa_bits);
+    constexpr u32 floor_ = u32(E::max_exponent) << 7;
+    u32 field[4], largest = 0;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 a = amax.reg[p] & 0x7FFF7FFFu;
+        largest = __vmaxu2(largest, a);
+        const u32 t = (a + carry * 0x10001u) & 0x7F807F80u;
+        const u32 e = __vmaxu2(t, floor_ * 0x10001u) - floor_ * 0x10001u;
+        scales.factor[p] = 0x7F007F00u - e;
+        field[p] = e >> 7;
+    }
+    scales.stored[0] = permute(field[0], field[1], 0x6420);
+    scales.stored[1] = permute(field[2], field[3], 0x6420);
+    if (max(largest & 0xFFFFu, largest >> 16) >= 0x7F80u) {  // an Inf or a NaN somewhere: rare
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 a = amax.at(i);
+            if (a < INF_BITS) continue;
+            const bool nan = a > INF_BITS;
+            const u32 byte = !nan ? 254 : E::has_nan ? 0 : 255;
+            const u32 bits = (byte == 254 ? 0x0040u : (254 - byte) << 7) << (16 * (i & 1));
+            scales.set(i, byte);
+            scales.factor[i / 2] = (scales.factor[i / 2] & (i & 1 ? 0x0000FFFFu : 0xFFFF0000u)) | (bits & (i & 1 ? 0xFFFF0000u : 0xFFFFu));
+        }
+    }
+}
+
+// amax: float32 bits; NaN marks the block where the element has none, and counts as nothing where it has.
+template <class F>
+HQ_FN u32 power_of_two_byte(u32 amax) {
+    if (amax > INF_BITS) return F::Element::has_nan ? 0 : 255;
+    return power_of_two_scale<typename F::Element, F::rounding>(amax);
+}
+
+template <class F, class In>
+HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Global& g, const float* table) {
+    LineScales<F, In> scales;
+    if constexpr (LineScales<F, In>::packed) {
+        scale_pairs<F, In>(amax, scales);
+    } else if constexpr (F::scaling == POWER_OF_TWO) {
+        scales.stored[0] = scales.stored[1] = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 byte = power_of_two_byte<F>(amax.at(i));
+            scales.stored[i / 4] |= byte << (8 * (i & 3));
+            scales.factor[i] = bits_of(prepare_factor<F>(float_of(power_of_two_factor(byte))));
+        }
+    } else if constexpr (F::scaling == TWO_LEVEL) {
+        const float sixth = g.encode_scale * float_of(SIXTH_BITS);
+#pragma unroll
+        for (int w = 0; w < 2; ++w)
+            scales.stored[w] = convert_fp8x2<3>(float_of(amax.at(4 * w)) * sixth, float_of(amax.at(4 * w + 1)) * sixth) |
+                               convert_fp8x2<3>(float_of(amax.at(4 * w + 2)) * sixth, float_of(amax.at(4 * w + 3)) * sixth) << 16;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(table[scales.byte(i)]);
+    }
+    return scales;
+}
+
+}  // namespace hq

@@ -1,0 +1,64 @@
+// Tiles: which 8 x 8 patch of X a thread holds. 256 threads, a warp 32 x 64, a tile TILE_ROWS x TILE_COLUMNS.
+#pragma once
+#include "input.cuh"
+
+namespace hq {
+
+constexpr int THREADS = 256;
+constexpr int WARPS_ACROSS = TILE_COLUMNS / 64, WARPS_DOWN = TILE_ROWS / 32;
+static_assert(WARPS_ACROSS * WARPS_DOWN * 32 == THREADS, "a warp covers 32 x 64 elements");
+
+HQ_FN i64 round_up(i64 n, i64 multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Where a thread's patch lies.
+struct Place {
+    int warp, across, down, tx, ty;
+    int row, column;        // in the tile
+    i64 tile_row, tile_column;
+    i64 row0, column0;      // in X
+};
+
+// DOWN 0: lines are rows. 1: lines are columns, of X.T.
+template <int DOWN>
+struct Direction {
+    static HQ_FN int line(const Place& p) { return DOWN ? p.column : p.row; }
+    static HQ_FN i64 line0(const Place& p) { return DOWN ? p.column0 : p.row0; }
+    static HQ_FN i64 along0(const Place& p) { return DOWN ? p.row0 : p.column0; }
+    template <class A> static HQ_FN i64 lines(const A& a) { return DOWN ? a.k : a.m; }
+    template <class A> static HQ_FN i64 length(const A& a) { return DOWN ? a.m : a.k; }
+    static HQ_FN int lane(const Place& p) { return DOWN ? p.ty : p.tx; }
+    static HQ_FN int across_lane(const Place& p) { return DOWN ? p.tx : p.ty; }
+    static constexpr int step = DOWN ? 8 : 1;         // lane number to the next patch along the line
+    static constexpr int other_step = DOWN ? 1 : 8;   // to the next patch across lines
+    static constexpr int lanes = DOWN ? 4 : 8;        // patches of a warp along a line
+    static constexpr int warps = DOWN ? WARPS_DOWN : WARPS_ACROSS;
+    static HQ_FN int warp(const Place& p) { return DOWN ? p.down : p.across; }
+};
+
+// False where the tile lies beyond the last row: the grid's y and z together count row tiles.
+HQ_FN bool locate(Place& p, i64 m, bool reversed) {
+    const int lane = threadIdx.x & 31;
+    p.warp = threadIdx.x / 32; p.across = p.warp % WARPS_ACROSS; p.down = p.warp / WARPS_ACROSS;
+    p.tx = lane & 7; p.ty = lane / 8;
+    p.row = p.down * 32 + p.ty * 8; p.column = p.across * 64 + p.tx * 8;
+    p.tile_column = blockIdx.x;
+    p.tile_row = blockIdx.y + i64(blockIdx.z) * gridDim.y;
+    const i64 row_tiles = (m + TILE_ROWS - 1) / TILE_ROWS;
+    if (p.tile_row >= row_tiles) return false;
+    if (reversed) {
+        p.tile_row = row_tiles - 1 - p.tile_row;
+        p.tile_column = gridDim.x - 1 - p.tile_column;
+    }
+    p.row0 = p.tile_row * TILE_ROWS + p.row; p.column0 = p.tile_column * TILE_COLUMNS + p.column;
+    return true;
+}
+
+// Where a byte of a staged line lies: 16-byte pieces of the lines a warp writes together fall into different banks.
+HQ_FN int staged(int line, int byte, int line_bytes) { return (line * line_bytes + byte) ^ (((line >> 3) & 7) << 4); }
+
+HQ_FN bool first_thread() { return blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0; }
+
+// How many of the 8 rows (columns: of the next 16) from `at` exist.
+HQ_FN int count_of(i64 end, i64 at, int most) { return end - at < most ? int(end - at) : most; }
+
+}  // namespace hq

@@ -1,0 +1,121 @@
+"""Traits: a format's row as C++ text. The kernels are templates over these and never see a format's name."""
+
+from __future__ import annotations
+
+from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
+
+from . import geometry
+from .geometry import Tile
+from .loader import Source
+
+_SPECIALS = {"none": "FINITE", "nan": "NAN_ONLY", "ieee": "IEEE"}
+_SCALES = {"none": "NO_SCALE", "float32": "FLOAT32", "e8m0": "E8M0", "e4m3": "E4M3_SCALE"}
+_WIDE = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
+
+_FP8_CONVERSIONS = {(4, 3, 7), (5, 2, 15)}
+_FP6_CONVERSIONS = {(2, 3, 1), (3, 2, 3)}
+"""(exponent bits, mantissa bits, bias) of the elements the chip's FP8 conversion serves; others go bit by bit."""
+
+
+def wide(dtype_name: str) -> str:
+    """The input type of values kept in a dtype."""
+    return _WIDE[dtype_name]
+
+
+def _element(element: Element) -> str:
+    if element.bits > 8:
+        return "hq::Element<4, 3, 7, hq::NAN_ONLY>"  # unquantized: never used
+    return (
+        f"hq::Element<{element.exponent_bits}, {element.mantissa_bits}, {element.bias}, "
+        f"hq::{_SPECIALS[element.specials]}>"
+    )
+
+
+def storage_traits(name: str, storage: Storage) -> str:
+    """What decoding needs, as `struct name`."""
+    element = storage.element
+    facts = (element.exponent_bits, element.mantissa_bits, element.bias)
+    block = storage.block or (1, 1)
+    return f"""struct {name} {{
+    static constexpr bool present = true;
+    typedef {_element(element)} Element;
+    typedef {_WIDE.get(element.name, "Float32")} Wide;
+    static constexpr int bits = {element.bits}, stored_bits = {element.stored_bits};
+    static constexpr bool hardware_fp8 = {_cpp(facts in _FP8_CONVERSIONS)}, hardware_fp6 = {_cpp(facts in _FP6_CONVERSIONS)};
+    static constexpr int scale = {_SCALES[storage.scale]};
+    static constexpr bool one_scale = {_cpp(storage.block is None)};
+    static constexpr int scale_rows = {block[0]}, scale_columns = {block[1]};
+    static constexpr bool global_scale = {_cpp(storage.global_scale)};
+"""
+
+
+def format_traits(name: str, format: Format | None) -> str:
+    """What quantizing needs, as `struct name`; None: this direction is left out."""
+    if format is None:
+        return (
+            f"struct {name} {{ static constexpr bool present = false; static constexpr int stored_bits = 8, bits = 8, "
+            f"scaling = NO_SCALING, block_rows = 0, block_columns = 0; typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
+        )
+    rule = format.scaling
+    block = format.amax_block or (0, 0)
+    scaling, rounding, pow2, epsilon, bound = "NO_SCALING", "UP", False, 0.0, 1.0
+    if isinstance(rule, Reciprocal):
+        scaling, pow2, epsilon = "RECIPROCAL", rule.pow2, rule.epsilon
+    elif isinstance(rule, PowerOfTwo):
+        scaling, rounding = "POWER_OF_TWO", rule.rounding.upper()
+    elif isinstance(rule, TwoLevel):
+        scaling, bound = "TWO_LEVEL", rule.bound
+    return (
+        storage_traits(name, format.storage)
+        + f"""    static constexpr int scaling = {scaling}, rounding = {rounding};
+    static constexpr int block_rows = {block[0]}, block_columns = {block[1]};
+    static constexpr bool pow2 = {_cpp(pow2)};
+    static constexpr float epsilon = {_float(epsilon)}, bound = {_float(bound)};
+}};
+"""
+    )
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _float(value: float) -> str:
+    return f"float({value!r})"
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+def _tile(tile: Tile, aligned: bool, min_blocks: int) -> str:
+    return (
+        f"constexpr int TILE_ROWS = {tile.rows}, TILE_COLUMNS = {tile.columns};\n"
+        f"constexpr bool ALIGNED = {_cpp(aligned)};\n#define MIN_BLOCKS {min_blocks}\n"
+    )
+
+
+def quantize_source(row: Format | None, column: Format | None, dtype: str, aligned: bool) -> tuple[Source, Tile, int]:
+    """The quantize kernel of a pair for an input dtype; its tile and its bytes of shared memory."""
+    tile = geometry.quantize_tile(row, column)
+    shared = geometry.quantize_shared_bytes(tile, column)
+    text = (
+        f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, shared))
+        + f"constexpr int SHARED_BYTES = {shared};\n" + format_traits("Row", row) + format_traits("Column", column)
+    )
+    return Source("quantize.cu", "hq_quantize", text), tile, shared
+
+
+def amax_source(dtype: str, aligned: bool) -> Source:
+    """The amax kernel for an input dtype."""
+    text = f"typedef {wide(dtype)} Input;\n" + _tile(geometry.SQUARE, aligned, geometry.min_blocks(dtype, aligned, 0))
+    return Source("amax.cu", "hq_amax", text)
+
+
+def dequantize_source(storage: Storage, dtype: str, transposed: bool, aligned: bool) -> tuple[Source, int]:
+    """The dequantize kernel of a storage to an output dtype, and its bytes of shared memory."""
+    tile = geometry.SQUARE
+    text = (
+        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n" + _tile(tile, aligned, 2)
+        + f"constexpr int TRANSPOSED = {int(transposed)};\n" + storage_traits("Part", storage) + "};\n"
+    )
+    return Source("dequantize.cu", "hq_dequantize", text), geometry.dequantize_shared_bytes(tile, storage, transposed)
