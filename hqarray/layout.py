@@ -6,9 +6,11 @@ logical (outer, k) codes and (rows, blocks) scales lie in it; each has a pair of
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,16 +28,24 @@ PITCH = 16
 """Bytes between multiples of which a row of codes may start: what cuBLASLt asks of a leading dimension."""
 
 
+def namespace(array: Array) -> ModuleType:
+    """Numpy or cupy: the module of an array's type (CuPy 14 has no __array_namespace__)."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
 def pack_nibbles(codes: Array) -> Array:
     """(outer, k) codes below 16 -> (outer, ceil(k / 2)) bytes, even index in the low nibble."""
-    low, high = codes[:, ::2], codes[:, 1::2]
-    packed = low.copy()
-    packed[:, : high.shape[1]] |= high << 4
-    return packed
+    outer, k = codes.shape
+    if k % 2 or not codes.flags.c_contiguous:
+        even = namespace(codes).zeros((outer, round_up(k, 2)), codes.dtype)
+        even[:, :k] = codes
+        codes = even
+    pairs = codes.view("<u2")
+    return (pairs | pairs >> 4).astype(codes.dtype)
 
 
 def unpack_nibbles(packed: Array, k: int) -> Array:

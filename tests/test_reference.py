@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as st_np
 import hqarray as hq
 from hqarray import reference, testing
 from hqarray.formats import ELEMENTS, FORMATS
-from hqarray.layout import unpack_nibbles
+from hqarray.layout import pack_nibbles, unpack_nibbles
 
 NARROW = [element for element in ELEMENTS.values() if element.bits <= 8]
 ML_DTYPES = {
@@ -56,7 +56,7 @@ def cast(values, element):
 def test_every_code_decodes_to_what_ml_dtypes_says(element):
     codes = np.arange(1 << element.bits, dtype=np.uint8)
     theirs = codes.view(ML_DTYPES[element.name]).astype(np.float32)
-    ours = reference.decode(codes, element)
+    ours = reference.decode(pack_nibbles(codes[None])[0] if element.bits == 4 else codes, element)
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
     testing.assert_bitwise_equal(ours[~np.isnan(ours)], theirs[~np.isnan(ours)])
 
@@ -449,6 +449,24 @@ def test_another_dtype_is_a_cast_of_the_float32(format, dtype):
     part = part_of(testing.matrix("gauss", (19, 33)), format)
     decoded = reference.dequantize_part(part, np.dtype(np.float32))
     testing.assert_bitwise_equal(reference.dequantize_part(part, wanted), decoded.astype(wanted))
+
+
+@named("format", FORMATS)
+def test_a_transposed_decode_is_contiguous_and_equal(format):
+    part = part_of(testing.matrix("gauss", (131, 259)), format)
+    turned = reference.dequantize_part(part, np.dtype(np.float32), transposed=True)
+    assert turned.shape == (259, 131) and turned.flags.c_contiguous
+    testing.assert_bitwise_equal(turned.T.copy(), reference.dequantize_part(part, np.dtype(np.float32)))
+
+
+@named("dtype", ["float16", "float32", "bfloat16"])
+@named("format", FORMATS)
+def test_every_nan_decodes_to_the_canonical_one(format, dtype):
+    words = {"float16": 0xFE01, "float32": 0xFFC00001, "bfloat16": 0xFFC1}
+    wanted = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    values = np.full((2, 16), words[dtype], f"u{wanted.itemsize}").view(wanted)
+    decoded = hq.quantize(values, rowwise=format).dequantize(dtype=np.float32)
+    assert (decoded.view(np.uint32) == 0x7FC00000).all()
 
 
 @named("format", FORMATS)
