@@ -20,6 +20,7 @@ from .formats import FORMATS, Format, as_format
 from .layout import Array, part_layout
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
 
 TILE = 1024
@@ -200,8 +201,8 @@ class Comparison:
         head = ("format", "SQNR dB", "error %", "max error", "clipped %", "zeroed %", "NaN %", "B/elem")
         return TextTable(head, rows, f"{' x '.join(map(str, self.shape))} {self.dtype}")
 
-    def __rich__(self) -> Table:
-        return self.table().__rich__()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield self.table().at_width(options.max_width)
 
     def _repr_html_(self) -> str:
         return self.table().html()
@@ -252,10 +253,10 @@ class TextTable:
     title: str = ""
     rules: Sequence[int] = field(default=())
 
-    def __rich__(self) -> Table:
-        return self.at_width(None)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield self.at_width(options.max_width)
 
-    def at_width(self, width: int | None) -> Table:
+    def at_width(self, width: int) -> Table:
         """A rich table; where it would not fit the width, names in the first column are broken at "_"."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
@@ -263,8 +264,8 @@ class TextTable:
 
         widths = [max(len(line) for row in (self.head, *self.rows) for line in row[i].split("\n"))
                   for i in range(len(self.head))]
-        gap = 2 if width is None or sum(widths) + 2 * len(widths) - 2 <= width else 1
-        spare = widths[0] if width is None else width - sum(widths[1:]) - gap * (len(widths) - 1)
+        gap = 2 if sum(widths) + 2 * len(widths) - 2 <= width else 1
+        spare = width - sum(widths[1:]) - gap * (len(widths) - 1)
         table = Table(title=Text(self.title) if self.title else None, title_justify="left", title_style="bold",
                       box=SIMPLE_HEAD, show_edge=False, padding=(0, gap - 1, 0, 0), pad_edge=False)
         for number, name in enumerate(self.head):
@@ -274,7 +275,7 @@ class TextTable:
             table.add_row(*(Text(cell) for cell in (first, *row[1:])), end_section=number + 1 in self.rules)
         return table
 
-    def text(self, width: int = 100) -> str:
+    def text(self, width: int = 80) -> str:
         from io import StringIO
 
         from rich.console import Console

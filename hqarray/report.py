@@ -24,7 +24,7 @@ from .operands import Matrix, Operands, Triple
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
 
 Values: TypeAlias = npt.NDArray[Any]
 Step: TypeAlias = Callable[[], None]
@@ -166,11 +166,11 @@ class Report:
             lines.append("error %: |q - x| / |x| (Frobenius); blocks run along the last axis.")
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         from rich.text import Text
 
         for table in self.tables():
-            yield table.at_width(options.max_width)
+            yield table
             yield ""
         for line in self.legend():
             yield Text(line)

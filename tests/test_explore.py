@@ -127,6 +127,12 @@ def test_reads_every_float_dtype_any_strides_and_any_number_of_axes(dtype: type)
     assert straight.dtype == np.dtype(dtype).name
 
 
+@pytest.mark.gpu
+def test_cupy_gives_the_numbers_of_numpy() -> None:
+    cupy = pytest.importorskip("cupy")
+    assert hq.compare(cupy.asarray(SPREAD)) == hq.compare(SPREAD)
+
+
 def test_default_is_the_whole_table_in_its_order() -> None:
     assert [error.format for error in hq.compare(RAGGED[:4])] == list(hq.FORMATS)
 
@@ -142,7 +148,7 @@ def test_table_fits_the_terminal_and_loses_no_digit(width: int) -> None:
     comparison = hq.compare(SPREAD)
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(comparison.table().at_width(width))
+        console.print(comparison)
     text = captured.get()
     assert max(map(len, text.splitlines())) <= width
     for error in comparison:
