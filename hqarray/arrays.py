@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 
 from .formats import Format, as_format
-from .layout import Array, PartLayout, part_layout
+from .layout import Array, PartLayout, namespace, part_layout
 
 Direction: TypeAlias = Literal["rowwise", "columnwise"]
 
@@ -177,7 +177,7 @@ class QuantizedArray:
         """This part in the library's own layout, zero-padded: itself where it already is, else a copy."""
         if isinstance(self.buffers, Packed):
             return self
-        part = zeros_part(self.format, self.shape, self.codes.__array_namespace__(), has_amax=self.amax is not None)
+        part = zeros_part(self.format, self.shape, namespace(self.codes), has_amax=self.amax is not None)
         for target, source in (
             (part.codes, self.codes), (part.scales, self.scales),
             (part.global_scale, self.global_scale), (part.amax, self.amax),
@@ -200,11 +200,11 @@ class QuantizedArray:
 
 
 def zeros_part(
-    format: Format, shape: tuple[int, int], namespace: Any = np, *, has_amax: bool | None = None
+    format: Format, shape: tuple[int, int], module: Any = np, *, has_amax: bool | None = None
 ) -> QuantizedArray:
-    """A part of zero bytes in one allocation; namespace is numpy or cupy."""
+    """A part of zero bytes in one allocation; module is numpy or cupy."""
     layout = part_layout(format.storage, shape)
-    base = namespace.zeros(layout.nbytes, np.uint8)
+    base = module.zeros(layout.nbytes, np.uint8)
     has_amax = format.measures_amax if has_amax is None else has_amax
     return QuantizedArray(format, shape, Packed(base, layout, format.storage.global_scale, has_amax))
 

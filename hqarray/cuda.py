@@ -15,7 +15,7 @@ from typing import Any
 
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
-from cupy.cuda.stream import get_current_stream_ptr  # type: ignore[attr-defined]  # noqa: TID253
+from cupy.cuda import get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
 
 from .arrays import Direction, Packed, QuantizedArray
@@ -44,7 +44,7 @@ class Kernel:
         """One launch on the current stream; `arguments` is the kernel's struct, copied before this returns."""
         buffer = _arguments.buffer
         ctypes.memmove(buffer, arguments, len(arguments))
-        launchKernel(self.pointer, *grid, geometry.THREADS, 1, 1, self.shared_bytes, get_current_stream_ptr(),
+        launchKernel(self.pointer, *grid, geometry.THREADS, 1, 1, self.shared_bytes, get_current_stream().ptr,
                      _arguments.pointer, 0)
 
 
@@ -220,7 +220,7 @@ def _quantize(
 
 
 def _measure(values: Array, whole_pointer: int, flag: int) -> None:
-    cupy.cuda.runtime.memsetAsync(whole_pointer, 0, 4, get_current_stream_ptr())
+    cupy.cuda.runtime.memsetAsync(whole_pointer, 0, 4, get_current_stream().ptr)
     m, k = values.shape
     if m * k:
         kernel = _amax_kernel(values.dtype.name, _is_aligned(values), values.device.id)

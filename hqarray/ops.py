@@ -123,10 +123,11 @@ def quantize(
     return HybridArray(rows, columns, values.shape, dtype, derived)
 
 
-def requantize(array: HybridArray, values: Any, *, noop: Any = None) -> None:
+def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any = None) -> None:
     """Quantize new values into the buffers of an array, in its formats.
 
     values  of the array's shape; NumPy, or anything on the CPU with DLPack
+    amax    as in quantize
     noop    one element; the array is left as it is where it is not zero
     Raises ValueError for another shape, or where the part that the other was derived from was dropped; then
     nothing is changed.
@@ -143,7 +144,8 @@ def requantize(array: HybridArray, values: Any, *, noop: Any = None) -> None:
             f"quantize anew"
         )
     matrix = _matrix(values, "values")
-    _backend(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, noop=noop)
+    whole = _scalar_amax(amax, [part.format for _, part in array.parts()])
+    _backend(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, noop)
 
 
 def amax(values: Any) -> Array:

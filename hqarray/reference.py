@@ -247,7 +247,10 @@ def quantize_into(part: QuantizedArray, values: Values, whole: Floats | None = N
         for tile in _tiles(values.shape, (1, 1), values):
             with np.errstate(all="ignore"):
                 same = values.dtype == element.dtype  # then bits are kept, NaN's too
-                codes[tile] = values[tile] if same else _canonical(_load(values, tile, (1, 1)))
+                if same:
+                    codes[tile] = values[tile]
+                else:
+                    _store(codes[tile], _load(values, tile, (1, 1)))
         return
     rule = _SCALE_RULES[type(format.scaling)]
     with np.errstate(all="ignore"):
@@ -301,7 +304,7 @@ def dequantize_part(
 ) -> Values:
     """Decode to (outer, k) values, or to their (k, outer) transpose, C-contiguous where it is allocated here.
 
-    RN(code * scale), NVFP4 RN((code * scale) * global_scale), then a cast. NaN becomes the canonical quiet one.
+    RN(code * scale), NVFP4 RN((code * scale) * global_scale), then a cast. NaN is canonical: all ones, no sign.
     """
     storage = part.format.storage
     result = np.empty(part.shape[::-1] if transposed else part.shape, dtype) if out is None else out
@@ -314,16 +317,17 @@ def dequantize_part(
                 _multiply_scales(decoded, scales, tile, storage)
             if global_scale is not None:
                 decoded *= global_scale
-            values[tile] = _canonical(decoded)
+            _store(values[tile], decoded)
     return result
 
 
-def _canonical(values: Floats) -> Floats:
-    """NaN without its sign and payload, which processors treat differently; in place."""
+def _store(target: Values, values: Floats) -> None:
+    """A cast. NaN loses sign and payload, which processors treat differently: all ones, as GPUs make it."""
+    target[...] = values
     nan = np.isnan(values)
     if nan.any():
-        values[nan] = np.nan
-    return values
+        ones = np.array([0x7FFFFFFF >> (32 - 8 * target.itemsize)], f"u{target.itemsize}")
+        target[nan] = ones.view(target.dtype)
 
 
 def _codes_of(codes: Values, tile: tuple[slice, slice], storage: Storage) -> Values:

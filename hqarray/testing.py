@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .arrays import HybridArray, Packed, QuantizedArray
 from .formats import ELEMENTS, Element, scale_values
-from .layout import Array, unpack_nibbles
+from .layout import Array, namespace, unpack_nibbles
 from .reference import dequantize_part
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -350,7 +350,7 @@ VIEWS: dict[str, Callable[[Array], Array]] = {
     "columns_reversed": lambda x: x[:, ::-1],
     "offset": lambda x: x[1:, 3:],
     "fortran": lambda x: x.T.copy().T,
-    "broadcast_row": lambda x: x.__array_namespace__().broadcast_to(x[:1], x.shape),
+    "broadcast_row": lambda x: namespace(x).broadcast_to(x[:1], x.shape),
 }
 """Named strided views of a 2-D array, NumPy's or CuPy's: each must quantize to the bytes of its contiguous copy."""
 

@@ -23,7 +23,7 @@ enum Scaling { NO_SCALING = 0, RECIPROCAL = 1, POWER_OF_TWO = 2, TWO_LEVEL = 3 }
 enum Rounding { UP = 0, FLOOR = 1, EVEN = 2 };
 
 constexpr u32 INF_BITS = 0x7F800000u;
-constexpr u32 NAN_BITS = 0x7FC00000u;
+constexpr u32 NAN_BITS = 0x7FFFFFFFu;  // the hardware's canonical NaN
 constexpr u32 FLT_MAX_BITS = 0x7F7FFFFFu;
 constexpr u32 SIXTH_BITS = 0x3E2AAAABu;  // RN(1/6)
 

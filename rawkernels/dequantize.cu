@@ -1,9 +1,9 @@
 // Dequantize: grid and tiles as quantize, over the values Y = X or X.T that a part decodes to.
 //
-// TRANSPOSED 0: Y's rows are the part's rows. 1: the part is columnwise; its lines, Y's columns, come in 128-byte pieces
-// through shared memory. Every value is RN(code * scale), under a global scale RN(that * global_scale), then one
-// rounding to Output; NaN is the canonical one. Generated before: Part (storage traits), Output, Input = Output,
-// TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS.
+// TRANSPOSED 0: Y's rows are the part's lines. 1: the part is columnwise; its lines, Y's columns, come in pieces of
+// LINE_BYTES through shared memory. Every value is RN(code * scale), under a global scale RN(that * global_scale),
+// then one rounding to Output; NaN is the hardware's canonical one. Generated before this text: Part (storage traits),
+// Output, Input = Output, TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS.
 #include "encode.cuh"
 #include "tile.cuh"
 
@@ -20,29 +20,66 @@ struct DequantizeArguments {
 };
 
 constexpr int LINE_BYTES = Part::stored_bits * TILE_ROWS / 8;
+constexpr int WORDS = Part::stored_bits / 4;  // of 8 codes
+constexpr int PIECE = WORDS < 4 ? WORDS : 4;  // words in one access
 
-// 8 codes to floats. An element's exponent and mantissa, put at the top of a float16's, are its value times
-// 2^(BIAS - 15), subnormals included.
+// Two codes, each in the upper byte of a half, as two float16: sign, exponent and mantissa move to the top, times
+// 2^(15 - BIAS), which is exact, subnormals included.
+template <class E>
+HQ_FN u32 widen_pair(u32 upper) {
+    constexpr u32 magnitude = E::ones << 8;
+    constexpr int left = 2 - E::mantissa_bits;
+    const u32 moved = left < 0 ? (upper & magnitude * 0x10001u) >> -left : (upper & magnitude * 0x10001u) << (left < 0 ? 0 : left);
+    u32 pair = moved | ((upper << (8 - E::bits)) & 0x80008000u);
+    constexpr u32 factor = u32(15 + 15 - E::bias) << 10;
+    if (E::bias != 15) asm("mul.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(factor * 0x10001u));
+    return pair;
+}
+
+// 8 codes of a line, decoded; value(i) is the i-th, exactly.
 template <class P>
-HQ_FN void decode_codes(const u32* words, float (&value)[8]) {
-    typedef typename P::Element E;
-    if constexpr (P::bits >= 16) {
+struct DecodedLine {
+    u32 word[P::bits >= 16 ? WORDS : 4];
+
+    HQ_FN explicit DecodedLine(const u32* codes) {
+        typedef typename P::Element E;
+        if constexpr (P::bits >= 16) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if constexpr (P::Wide::size == 4) value[i] = float_of(words[i]);
-            else value[i] = i & 1 ? P::Wide::high(words[i / 2]) : P::Wide::low(words[i / 2]);
-        }
-    } else {
+            for (int w = 0; w < WORDS; ++w) word[w] = codes[w];
+        } else if constexpr (P::bits == 4) {  // upper bytes of the even and of the odd numbers' float16
+            const u32 even = (codes[0] & 0x07070707u) << 1 | (codes[0] & 0x08080808u) << 4;
+            const u32 odd = (codes[0] >> 3 & 0x0E0E0E0Eu) | (codes[0] & 0x80808080u);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 code = P::stored_bits == 4 ? words[0] >> (4 * i) & 15 : words[i / 4] >> (8 * (i & 3)) & 255;
-            const u32 magnitude = code & E::ones, sign = code >> (E::bits - 1);
-            const u16 half = u16(sign << 15 | magnitude << (10 - E::mantissa_bits));
-            value[i] = Float16::widen(half) * float_of(u32(127 + 15 - E::bias) << 23);
-            if (E::has_nan && magnitude == E::nan_code) value[i] = float_of(NAN_BITS);
+            for (int j = 0; j < 4; ++j) {
+                u32 pair = permute(even, odd, 0x4400u + 0x1111u * j) & 0xFF00FF00u;
+                constexpr u32 factor = u32(15 + 15 - E::bias) << 10;
+                asm("mul.f16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(pair), "r"(factor * 0x10001u));
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#if HQ_HAS_FP8_CVT
+                if constexpr (P::hardware_fp8 && E::mantissa_bits == 3) {
+                    const u16 two = u16(codes[j / 2] >> (16 * (j & 1)));
+                    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word[j]) : "h"(two));
+                    continue;
+                }
+#endif
+                word[j] = widen_pair<E>(permute(codes[j / 2], 0, j & 1 ? 0x3424 : 0x1404));
+                if constexpr (E::has_nan && E::mantissa_bits == 3) {  // no NaN at the top of E4M3's exponents
+                    const u32 two = codes[j / 2] >> (16 * (j & 1));
+                    if ((two & E::ones) == E::nan_code) word[j] = (word[j] & 0xFFFF0000u) | 0x7FFFu;
+                    if ((two >> 8 & E::ones) == E::nan_code) word[j] = (word[j] & 0x0000FFFFu) | 0x7FFF0000u;
+                }
+            }
         }
     }
-}
+    HQ_FN float value(int i) const {
+        if constexpr (P::bits == 32) return float_of(word[i]);
+        else if constexpr (P::bits == 16) return i & 1 ? P::Wide::high(word[i / 2]) : P::Wide::low(word[i / 2]);
+        else return i & 1 ? Float16::high(word[i / 2]) : Float16::low(word[i / 2]);
+    }
+};
 
 // The scales of 8 lines that start at `line`, for elements from `along` on.
 template <class P>
@@ -71,31 +108,25 @@ HQ_FN void load_scales(const DequantizeArguments& a, i64 line, i64 along, float 
     }
 }
 
+// A product's NaN is canonical; an unscaled value is multiplied by one for that alone.
 template <class P>
 HQ_FN float scaled(float value, float scale, float global_scale) {
-    if constexpr (P::scale != NO_SCALE) value *= scale;
+    if constexpr (P::scale == NO_SCALE) {
+        asm("mul.f32 %0, %0, 0f3F800000;" : "+f"(value));
+        return value;
+    }
+    value *= scale;
     if constexpr (P::global_scale) value *= global_scale;
     return value;
 }
 
-template <int WORDS>
-HQ_FN void load_words(const u8* source, u32* words) {
-    if constexpr (WORDS == 1) words[0] = *reinterpret_cast<const u32*>(source);
-    else if constexpr (WORDS == 2) {
-        const uint2 two = *reinterpret_cast<const uint2*>(source);
-        words[0] = two.x; words[1] = two.y;
-    } else {
-#pragma unroll
-        for (int v = 0; v < WORDS / 4; ++v) {
-            const uint4 four = reinterpret_cast<const uint4*>(source)[v];
-            words[4 * v] = four.x; words[4 * v + 1] = four.y; words[4 * v + 2] = four.z; words[4 * v + 3] = four.w;
-        }
-    }
+HQ_FN void load_codes(const u8* source, u32* words) {
+    if constexpr (PIECE == 1) words[0] = *reinterpret_cast<const u32*>(source);
+    if constexpr (PIECE == 2) *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(source);
+    if constexpr (PIECE == 4) *reinterpret_cast<uint4*>(words) = *reinterpret_cast<const uint4*>(source);
 }
 
-HQ_FN void store_row(char* target, const float (&value)[8], int columns) {
-    u32 words[Output::size * 2];
-    narrow<Output>(value, words);
+HQ_FN void store_values(char* target, const u32* words, int columns) {
     if (ALIGNED && columns >= 8) {
 #pragma unroll
         for (int v = 0; v < Output::size / 2; ++v)
@@ -107,18 +138,28 @@ HQ_FN void store_row(char* target, const float (&value)[8], int columns) {
     }
 }
 
+// Two neighbours of a row of Y to its words.
+template <class Out>
+HQ_FN void put_pair(u32* words, int pair, float low, float high) {
+    if constexpr (Out::size == 4) {
+        words[2 * pair] = bits_of(low);
+        words[2 * pair + 1] = bits_of(high);
+    } else words[pair] = narrow_pair<Out>(low, high);
+}
+
 }  // namespace hq
 
 extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::DequantizeArguments a) {
     using namespace hq;
     extern __shared__ __align__(16) u8 stage[];
-    constexpr int words = Part::stored_bits / 4;
     typedef Direction<TRANSPOSED> D;
     Place p;
     if (!locate(p, a.m, false)) return;
     const float global_scale = Part::global_scale ? *a.global_scale : 1.0f;
     const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 8);
     char* target = a.values + p.row0 * a.row_bytes + p.column0 * Output::size;
+    alignas(16) u32 codes[8][WORDS];
+    float scale[8];
 
     if constexpr (TRANSPOSED) {
         constexpr int chunks = LINE_BYTES / 16;
@@ -130,37 +171,45 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
             if (line < lines && first + byte < a.pitch)
                 *reinterpret_cast<uint4*>(stage + staged(line, byte, LINE_BYTES)) = __ldg(reinterpret_cast<const uint4*>(source + line * a.pitch + byte));
         }
+        if (rows > 0 && columns > 0) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
         __syncthreads();
-    }
-    if (rows <= 0 || columns <= 0) return;
-    float scale[8];
-    load_scales<Part>(a, D::line0(p), D::along0(p), scale);
-    if constexpr (TRANSPOSED) {
-        float value[8][8];
+        if (rows <= 0 || columns <= 0) return;
+        u32 words[8][Output::size * 2];
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            u32 w[words];
-            load_words<words>(stage + staged(p.column + c, p.row * LINE_BYTES / TILE_ROWS, LINE_BYTES), w);
-            float line[8];
-            decode_codes<Part>(w, line);
+        for (int pair = 0; pair < 4; ++pair) {
 #pragma unroll
-            for (int r = 0; r < 8; ++r) value[r][c] = scaled<Part>(line[r], scale[c], global_scale);
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int w = 0; w < WORDS; w += PIECE)
+                    load_codes(stage + staged(p.column + 2 * pair + h, p.row * LINE_BYTES / TILE_ROWS + 4 * w, LINE_BYTES), codes[h] + w);
+            const DecodedLine<Part> low(codes[0]), high(codes[1]);
+#pragma unroll
+            for (int r = 0; r < 8; ++r)
+                put_pair<Output>(words[r], pair, scaled<Part>(low.value(r), scale[2 * pair], global_scale),
+                                 scaled<Part>(high.value(r), scale[2 * pair + 1], global_scale));
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-            if (r < rows) store_row(target + r * a.row_bytes, value[r], columns);
+            if (r < rows) store_values(target + r * a.row_bytes, words[r], columns);
     } else {
-        const u8* source = a.codes + p.row0 * a.pitch + p.column0 * (words * 4) / 8;
+        if (rows <= 0 || columns <= 0) return;
+        const u8* source = a.codes + p.row0 * a.pitch + p.column0 * WORDS / 2;
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {  // rows up to a multiple of 16 are there
+#pragma unroll
+            for (int w = 0; w < WORDS; w += PIECE)
+                if (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
+        }
+        load_scales<Part>(a, D::line0(p), D::along0(p), scale);
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            if (r >= rows) break;
-            u32 w[words];
-            load_words<words>(source + r * a.pitch, w);
-            float value[8];
-            decode_codes<Part>(w, value);
+            const DecodedLine<Part> line(codes[r]);
+            u32 words[Output::size * 2];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) value[c] = scaled<Part>(value[c], scale[r], global_scale);
-            store_row(target + r * a.row_bytes, value, columns);
+            for (int pair = 0; pair < 4; ++pair)
+                put_pair<Output>(words, pair, scaled<Part>(line.value(2 * pair), scale[r], global_scale),
+                                 scaled<Part>(line.value(2 * pair + 1), scale[r], global_scale));
+            if (r < rows) store_values(target + r * a.row_bytes, words, columns);
         }
     }
 }

@@ -144,42 +144,27 @@ HQ_FN void encode_e2m1_columns(const Patch<BFloat16>& patch, int p, u32 factors,
 }
 
 // --- unquantized elements ---
+// Conversions make NaN the canonical one of the hardware, all ones without a sign, as the reference does.
 
-// A conversion makes NaN the canonical one, as the reference does.
-HQ_FN u32 narrow_bf16(float low, float high) {
+template <class Out>
+HQ_FN u32 narrow_pair(float low, float high) {
     u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    if (low != low) pair = (pair & 0xFFFF0000u) | BFloat16::nan;
-    if (high != high) pair = (pair & 0x0000FFFFu) | BFloat16::nan << 16;
+    if (same<Out, BFloat16>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-
-HQ_FN u32 narrow_f16(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    if (low != low) pair = (pair & 0xFFFF0000u) | Float16::nan;
-    if (high != high) pair = (pair & 0x0000FFFFu) | Float16::nan << 16;
-    return pair;
-}
-
-HQ_FN u32 quiet(float x) { return x != x ? NAN_BITS : bits_of(x); }
 
 // 8 floats to Out's words.
 template <class Out>
 HQ_FN void narrow(const float (&value)[8], u32* words) {
     if constexpr (Out::size == 4) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) words[i] = quiet(value[i]);
+        for (int i = 0; i < 8; ++i) asm("mul.f32 %0, %1, 0f3F800000;" : "=r"(words[i]) : "f"(value[i]));
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            words[i] = Out::nan == BFloat16::nan ? narrow_bf16(value[2 * i], value[2 * i + 1])
-                                                 : narrow_f16(value[2 * i], value[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) words[i] = narrow_pair<Out>(value[2 * i], value[2 * i + 1]);
     }
 }
-
-template <class A, class B> struct same { static constexpr bool value = false; };
-template <class A> struct same<A, A> { static constexpr bool value = true; };
 
 // --- lines of a patch ---
 
@@ -215,9 +200,9 @@ HQ_FN float prepare_factor(float factor) {
     return factor;
 }
 
-// 8 values of a line, times its prepared factor, to F::bits / 4 words. halve: the FP4 factor is whole, its values not.
-template <class F, class In, class Line>
-HQ_FN void encode_line(const Line& line, float factor, bool halve, u32* words) {
+// 8 values of a line, times its prepared factor, to words. HALVE: the FP4 factor is whole, so its values are halved.
+template <class F, class In, bool HALVE, class Line>
+HQ_FN void encode_line(const Line& line, float factor, u32* words) {
     if constexpr (F::bits >= 16) {
         if constexpr (same<typename F::Wide, In>::value) line.copy(words);
         else {
@@ -229,11 +214,7 @@ HQ_FN void encode_line(const Line& line, float factor, bool halve, u32* words) {
     } else if constexpr (F::bits == 4) {
         float value[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = line.at(i);
-        if (halve) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) value[i] *= 0.5f;
-        }
+        for (int i = 0; i < 8; ++i) value[i] = HALVE ? line.at(i) * 0.5f : line.at(i);
         words[0] = line.sign(encode_e2m1(value, factor));
     } else {
 #pragma unroll

@@ -6,7 +6,15 @@
 
 namespace hq {
 
-HQ_FN u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// Bytes of a (0 to 3) and b (4 to 7); bit 3 of a selector repeats the byte's sign bit, which __byte_perm cannot.
+HQ_FN u32 permute(u32 a, u32 b, u32 selector) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+template <class A, class B> struct same { static constexpr bool value = false; };
+template <class A> struct same<A, A> { static constexpr bool value = true; };
+
 HQ_FN u32 lows(u32 a, u32 b) { return permute(a, b, 0x5410); }   // (a.lo, b.lo)
 HQ_FN u32 highs(u32 a, u32 b) { return permute(a, b, 0x7632); }  // (a.hi, b.hi)
 
@@ -25,7 +33,6 @@ HQ_FN u32 highs(u32 a, u32 b) { return permute(a, b, 0x7632); }  // (a.hi, b.hi)
 struct BFloat16 {
     typedef u16 type;
     static constexpr int size = 2;
-    static constexpr u32 nan = 0x7FC0u;
     template <bool NAN_WINS> static HQ_FN u32 max_abs2(u32 a, u32 b) { u32 d; HQ_MAX_ABS2("bf16x2") return d; }
     static HQ_FN float low(u32 pair) { return float_of(pair << 16); }
     static HQ_FN float high(u32 pair) { return float_of(pair & 0xFFFF0000u); }
@@ -34,7 +41,6 @@ struct BFloat16 {
 struct Float16 {
     typedef u16 type;
     static constexpr int size = 2;
-    static constexpr u32 nan = 0x7E00u;
     template <bool NAN_WINS> static HQ_FN u32 max_abs2(u32 a, u32 b) { u32 d; HQ_MAX_ABS2("f16x2") return d; }
     static HQ_FN float widen(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
     static HQ_FN float low(u32 pair) { return widen(u16(pair)); }
@@ -44,7 +50,6 @@ struct Float16 {
 struct Float32 {
     typedef u32 type;
     static constexpr int size = 4;
-    static constexpr u32 nan = NAN_BITS;
 };
 
 // Larger magnitude of two floats, NaN as above.

@@ -60,7 +60,7 @@ template <class F, int DOWN>
 HQ_FN void square_amax(Lines<Input>& lines) {
     u32 best = lines.template whole<true>();
     best = bits_of(max_abs<true>(float_of(best), float_of(__shfl_xor_sync(~0u, best, Direction<DOWN>::other_step))));
-    if constexpr (Input::size == 2) best = Input::size == 2 && same<Input, BFloat16>::value ? best >> 16 : narrow_f16(float_of(best), 0) & 0xFFFFu;
+    if constexpr (Input::size == 2) best = narrow_pair<Input>(float_of(best), 0.0f) & 0xFFFFu;
 #pragma unroll
     for (int i = 0; i < Lines<Input>::count; ++i) lines.reg[i] = Input::size == 2 ? best * 0x10001u : best;
 }
@@ -140,7 +140,8 @@ struct Sink {
     static constexpr int words = F::stored_bits / 4;
     u8* target;
     i64 pitch;
-    int lines;  // how many of the 8 lines are stored
+    int lines;    // how many of the 8 lines are stored
+    bool second;  // whether a row's pitch holds the second 16 of its 32 bytes
 
     HQ_FN Sink(const Arguments& a, const Output& out, const Place& p, Shared& shared) {
         if constexpr (DOWN) {
@@ -151,30 +152,42 @@ struct Sink {
             const i64 byte = p.column0 * (words * 4) / 8, left = round_up(a.m, 16) - p.row0;
             target = out.codes + p.row0 * out.pitch + byte;
             pitch = out.pitch;
+            second = byte + 16 < out.pitch;
             lines = byte < out.pitch && left > 0 ? int(left < 8 ? left : 8) : 0;
         }
     }
     HQ_FN void put(const Place& p, int i, const u32* line_words) const {
         if constexpr (DOWN) {
-            store_words<words>(target + staged(p.column + i, int(pitch), line_bytes<F>), line_words);
-        } else if (i < lines) store_words<words>(target + i * pitch, line_words);
+            constexpr int piece = words < 4 ? words : 4;
+#pragma unroll
+            for (int w = 0; w < words; w += piece)
+                store_words<piece>(target + staged(p.column + i, int(pitch) + 4 * w, line_bytes<F>), line_words + w);
+        } else if (i < lines) {
+            store_words<words == 8 ? 4 : words>(target + i * pitch, line_words);
+            if (words == 8 && second) store_words<4>(target + i * pitch + 16, line_words + 4);
+        }
     }
 };
 
-template <class F, int DOWN, class Scales>
-HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p, bool halve) {
-    constexpr int words = Sink<F, DOWN>::words;
+template <class F, int DOWN, bool HALVE = false, class Scales>
+HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        u32 w[words];
-        if constexpr (DOWN) encode_line<F, Input>(ColumnOf<Input>{patch, i}, scales.at(i), halve, w);
-        else encode_line<F, Input>(RowOf<Input>{patch, i}, scales.at(i), halve, w);
-        if (scales.is_nan(i)) {
-#pragma unroll
-            for (int j = 0; j < words; ++j) w[j] = 0;
-        }
+        u32 w[Sink<F, DOWN>::words];
+        if constexpr (DOWN) encode_line<F, Input, HALVE>(ColumnOf<Input>{patch, i}, scales.at(i), w);
+        else encode_line<F, Input, HALVE>(RowOf<Input>{patch, i}, scales.at(i), w);
         sink.put(p, i, w);
     }
+}
+
+// A NaN that the element cannot hold is in the block's scale; the block's codes are zero. Rare, so it is done after.
+template <class F, int DOWN>
+HQ_FN void zero_lines(u32 nan, const Sink<F, DOWN>& sink, const Place& p) {
+    if (F::Element::has_nan || nan == 0) return;
+    const u32 zeros[Sink<F, DOWN>::words] = {};
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i)
+        if (nan >> i & 1) sink.put(p, i, zeros);
 }
 
 // Packed FP4: pairs of columns share their instructions.
@@ -189,17 +202,13 @@ HQ_FN void encode_pairs(const Patch<Input>& patch, const LineScales<F, Input>& s
             w[1] = encode_e2m1_row(patch, 2 * c + 1, highs(scales.factor[c], scales.factor[c]));
         }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (scales.is_nan(2 * c + h)) w[h] = 0;
-            sink.put(p, 2 * c + h, &w[h]);
-        }
+        for (int h = 0; h < 2; ++h) sink.put(p, 2 * c + h, &w[h]);
     }
 }
 
 struct OneFactor {  // a whole matrix under one scale, or unquantized
     float factor;
     HQ_FN float at(int) const { return factor; }
-    HQ_FN bool is_nan(int) const { return false; }
 };
 
 struct TileFactors {  // 8 lines' factors out of shared memory
@@ -210,7 +219,6 @@ struct TileFactors {  // 8 lines' factors out of shared memory
         factor[4] = b.x; factor[5] = b.y; factor[6] = b.z; factor[7] = b.w;
     }
     HQ_FN float at(int i) const { return factor[i]; }
-    HQ_FN bool is_nan(int) const { return false; }
 };
 
 // Scales and codes of one direction.
@@ -223,14 +231,16 @@ HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const O
         const auto scales = scale_lines<F, Input>(lines, g, shared.table[DOWN]);
         store_bytes<F, DOWN>(scales, a, out, p);
         if constexpr (LineScales<F, Input>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
-        else encode_lines<F, DOWN>(patch, scales, sink, p, g.halve);
+        else if (F::scaling == TWO_LEVEL && g.halve) encode_lines<F, DOWN, true>(patch, scales, sink, p);
+        else encode_lines<F, DOWN>(patch, scales, sink, p);
+        zero_lines<F, DOWN>(scales.nan, sink, p);
     } else if constexpr (in_tile<F>) {
-        encode_lines<F, DOWN>(patch, TileFactors(shared.factor[DOWN] + Direction<DOWN>::line(p)), sink, p, false);
+        encode_lines<F, DOWN>(patch, TileFactors(shared.factor[DOWN] + Direction<DOWN>::line(p)), sink, p);
     } else if constexpr (F::scaling == RECIPROCAL) {
         const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
-        encode_lines<F, DOWN>(patch, OneFactor{prepare_factor<F>(factor)}, sink, p, false);
+        encode_lines<F, DOWN>(patch, OneFactor{prepare_factor<F>(factor)}, sink, p);
     } else {
-        encode_lines<F, DOWN>(patch, OneFactor{1.0f}, sink, p, false);
+        encode_lines<F, DOWN>(patch, OneFactor{1.0f}, sink, p);
     }
 }
 

@@ -34,6 +34,7 @@ struct LineScales {
     static constexpr bool packed = F::scaling == POWER_OF_TWO && same<In, BFloat16>::value;
     u32 factor[packed ? 4 : 8];  // pairs of bf16, or prepared float32
     u32 stored[2];               // 8 bytes
+    u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero
 
     HQ_FN float at(int i) const {
         if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
@@ -41,9 +42,6 @@ struct LineScales {
     }
     HQ_FN u32 byte(int i) const { return (stored[i / 4] >> (8 * (i & 3))) & 255; }
     HQ_FN void set(int i, u32 byte) { stored[i / 4] = (stored[i / 4] & ~(255u << (8 * (i & 3)))) | byte << (8 * (i & 3)); }
-    // Byte that marks a block with a NaN, where the element has none.
-    static constexpr u32 nan_byte = F::scaling == TWO_LEVEL ? 0x7F : 0xFF;
-    HQ_FN bool is_nan(int i) const { return !F::Element::has_nan && byte(i) == nan_byte; }
 };
 
 // E8M0 on pairs of bf16, half a register a line: the exponent field moves by the carry of the rounding rule.
@@ -65,18 +63,17 @@ HQ_FN void scale_pairs(const Lines<In>& amax, LineScales<F, In>& scales) {
     }
     scales.stored[0] = permute(field[0], field[1], 0x6420);
     scales.stored[1] = permute(field[2], field[3], 0x6420);
-    if (max(largest & 0xFFFFu, largest >> 16) >= 0x7F80u) {  // an Inf or a NaN somewhere: rare
+    if (max(largest & 0xFFFFu, largest >> 16) < 0x7F80u) return;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 a = amax.at(i);
-            if (a < INF_BITS) continue;
-            const bool nan = a > INF_BITS;
-            const u32 byte = !nan ? 254 : E::has_nan ? 0 : 255;
-            const u32 bits = (byte == 254 ? 0x0040u : (254 - byte) << 7) << (16 * (i & 1));
-            scales.set(i, byte);
-            scales.factor[i / 2] = (scales.factor[i / 2] & (i & 1 ? 0x0000FFFFu : 0xFFFF0000u)) | (bits & (i & 1 ? 0xFFFF0000u : 0xFFFFu));
-        }
+    for (int p = 0; p < 4; ++p) {  // an Inf or a NaN somewhere: rare
+        const u32 a = amax.reg[p] & 0x7FFF7FFFu;
+        const u32 inf = __vcmpeq2(a, 0x7F807F80u), nan = __vcmpgtu2(a, 0x7F807F80u);
+        scales.factor[p] = (scales.factor[p] & ~(inf | nan)) | (inf & 0x00400040u) | (nan & 0x7F007F00u);
+        field[p] = (field[p] & ~(inf | nan)) | (inf & 0x00FE00FEu) | (E::has_nan ? 0 : nan & 0x00FF00FFu);
+        if (!E::has_nan) scales.nan |= ((nan & 1) | (nan >> 15 & 2)) << (2 * p);
     }
+    scales.stored[0] = permute(field[0], field[1], 0x6420);
+    scales.stored[1] = permute(field[2], field[3], 0x6420);
 }
 
 // amax: float32 bits; NaN marks the block where the element has none, and counts as nothing where it has.
@@ -97,6 +94,7 @@ HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Global& g, cons
         for (int i = 0; i < 8; ++i) {
             const u32 byte = power_of_two_byte<F>(amax.at(i));
             scales.stored[i / 4] |= byte << (8 * (i & 3));
+            if (!F::Element::has_nan && byte == 255) scales.nan |= 1u << i;
             scales.factor[i] = bits_of(prepare_factor<F>(float_of(power_of_two_factor(byte))));
         }
     } else if constexpr (F::scaling == TWO_LEVEL) {
@@ -105,6 +103,10 @@ HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Global& g, cons
         for (int w = 0; w < 2; ++w)
             scales.stored[w] = convert_fp8x2<3>(float_of(amax.at(4 * w)) * sixth, float_of(amax.at(4 * w + 1)) * sixth) |
                                convert_fp8x2<3>(float_of(amax.at(4 * w + 2)) * sixth, float_of(amax.at(4 * w + 3)) * sixth) << 16;
+        if (((scales.stored[0] + 0x01010101u) | (scales.stored[1] + 0x01010101u)) & 0x80808080u) {  // a byte 0x7F: rare
+#pragma unroll
+            for (int i = 0; i < 8; ++i) scales.nan |= u32(scales.byte(i) == 0x7F) << i;
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(table[scales.byte(i)]);
     }

@@ -115,7 +115,7 @@ def dequantize_source(storage: Storage, dtype: str, transposed: bool, aligned: b
     """The dequantize kernel of a storage to an output dtype, and its bytes of shared memory."""
     tile = geometry.SQUARE
     text = (
-        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n" + _tile(tile, aligned, 2)
+        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n" + _tile(tile, aligned, 2 if dtype == "float32" or storage.element.bits > 8 else 4)
         + f"constexpr int TRANSPOSED = {int(transposed)};\n" + storage_traits("Part", storage) + "};\n"
     )
     return Source("dequantize.cu", "hq_dequantize", text), geometry.dequantize_shared_bytes(tile, storage, transposed)

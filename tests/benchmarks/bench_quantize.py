@@ -1,0 +1,151 @@
+"""Quantize and dequantize on the GPU against a copy that moves the same bytes.
+
+    python tests/benchmarks/bench_quantize.py [--sizes 8192 16384] [--formats ...] [--quick] [--json FILE]
+
+Events between back-to-back launches; the copy is timed before and after, and the ratio is the median over rounds of
+time / mean(copy before, copy after). Bytes: the input once (twice where an amax is measured), codes and scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from math import prod
+
+import cupy
+import numpy as np
+
+import hqarray as hq
+from hqarray.formats import BFLOAT16, FORMATS, as_format
+
+DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+
+
+def median_us(launch: Callable[[], object], count: int) -> float:
+    """Median time between launches in a full queue, in microseconds."""
+    events = [cupy.cuda.Event() for _ in range(count + 1)]
+    for _ in range(3):
+        launch()
+    events[0].record()
+    for event in events[1:]:
+        launch()
+        event.record()
+    events[-1].synchronize()
+    times = [cupy.cuda.get_elapsed_time(a, b) * 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return statistics.median(times)
+
+
+class Copy:
+    """A device-to-device copy that moves a number of bytes, read and written together."""
+
+    def __init__(self, most: int) -> None:
+        self.source, self.target = cupy.ones(most // 2, np.uint8), cupy.empty(most // 2, np.uint8)
+
+    def of(self, nbytes: int) -> Callable[[], None]:
+        stream = cupy.cuda.get_current_stream().ptr
+        pointers = (self.target.data.ptr, self.source.data.ptr)
+        return lambda: cupy.cuda.runtime.memcpyAsync(*pointers, nbytes // 2, 3, stream)
+
+
+def against_copy(launch: Callable[[], object], nbytes: int, copy: Copy, rounds: int, count: int) -> tuple[float, float]:
+    """(microseconds, ratio to the copy)."""
+    ratios, times = [], []
+    same = copy.of(nbytes)
+    before = median_us(same, count)
+    for _ in range(rounds):
+        time_us = median_us(launch, count)
+        after = median_us(same, count)
+        ratios.append(2 * time_us / (before + after))
+        times.append(time_us)
+        before = after
+    return statistics.median(times), statistics.median(ratios)
+
+
+def part_bytes(part: hq.QuantizedArray) -> int:
+    return int(part.codes.nbytes + part.scales.nbytes)
+
+
+def quantize_case(x: cupy.ndarray, row: str | None, column: str | None, given: bool) -> tuple[Callable[[], object], int]:
+    array = hq.quantize(x, rowwise=row, columnwise=column)
+    measures = any(part.format.measures_amax for _, part in array.parts())
+    amax = hq.amax(x) if measures and given else None
+    reads = 2 if measures and not given else 1
+    nbytes = reads * x.nbytes + sum(part_bytes(part) for _, part in array.parts())
+    return lambda: hq.requantize(array, x, amax=amax), nbytes
+
+
+def dequantize_case(x: cupy.ndarray, name: str, source: str) -> tuple[Callable[[], object], int]:
+    array = hq.quantize(x, **{source: name})
+    (_, part), = array.parts()
+    return lambda: array.dequantize(source=source, dtype=x.dtype), x.nbytes + part_bytes(part)
+
+
+def host_us(call: Callable[[], object], count: int = 2000) -> float:
+    for _ in range(50):
+        call()
+    cupy.cuda.Device().synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    elapsed = time.perf_counter() - start
+    cupy.cuda.Device().synchronize()
+    return elapsed / count * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[8192, 16384])
+    parser.add_argument("--formats", nargs="+", default=[name for name in FORMATS if name not in ("fp16", "fp32")])
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--columns", nargs="+", default=None, help="formats of the columns in pairs; default --formats")
+    parser.add_argument("--less", nargs=2, type=int, default=[0, 0], metavar=("M", "K"), help="shrink the matrix")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--no-pairs", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    rounds, count = (3, 9) if options.quick else (5, 21)
+    results = []
+    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(f"{device}, CuPy {cupy.__version__}, hqarray {hq.__version__}, {options.dtype}")
+
+    def run(label: str, shape: tuple[int, int], case: tuple[Callable[[], object], int]) -> None:
+        launch, nbytes = case
+        time_us, ratio = against_copy(launch, nbytes, copy, rounds, count)
+        results.append({"case": label, "shape": shape, "us": time_us, "bytes": nbytes, "ratio": ratio})
+        print(f"{shape[0]}x{shape[1]}  {label:62} {time_us:8.1f} us  {nbytes / time_us / 1e6:5.2f} TB/s  {ratio:6.3f}", flush=True)
+
+    for size in options.sizes:
+        shape = (size - options.less[0], size - options.less[1])
+        generator = cupy.random.default_rng(0)
+        x = generator.standard_normal(shape, dtype=np.float32).astype(DTYPES[options.dtype])
+        copy = Copy(3 * x.nbytes + 4 * prod(shape) * 2)
+        for name in options.formats:
+            given = (True, False) if as_format(name).measures_amax else (True,)
+            for flag in given:
+                note = "" if len(given) == 1 else " amax given" if flag else " amax measured"
+                run(f"{name} / -{note}", shape, quantize_case(x, name, None, flag))
+                run(f"- / {name}{note}", shape, quantize_case(x, None, name, flag))
+            for source in ("rowwise", "columnwise"):
+                run(f"dequantize {name} {source}", shape, dequantize_case(x, name, source))
+        for row in [] if options.no_pairs else options.formats:
+            for column in options.columns or options.formats:
+                measures = as_format(row).measures_amax or as_format(column).measures_amax
+                for flag in (True, False) if measures else (True,):
+                    note = "" if not measures else " amax given" if flag else " amax measured"
+                    run(f"{row} / {column}{note}", shape, quantize_case(x, row, column, flag))
+    small = generator.standard_normal((256, 256), dtype=np.float32).astype(DTYPES[options.dtype])
+    for name in ("mxfp8", "nvfp4", "fp8_e4m3"):
+        for columnwise in (None, name):
+            host = host_us(lambda name=name, columnwise=columnwise: hq.quantize(small, rowwise=name, columnwise=columnwise))
+            results.append({"case": f"host time of quantize {name} / {columnwise or '-'}, 256x256", "us": host})
+            print(f"host time of quantize {name} / {columnwise or '-'}, 256x256: {host:.1f} us")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"device": device, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
