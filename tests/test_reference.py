@@ -410,8 +410,9 @@ def test_float64_is_rounded_to_float32_first(format):
 
 
 @named("format", [name for name in QUANTIZED if FORMATS[name].storage.scale != "float32"])
-def test_every_code_under_every_byte_scale_decodes_as_one_rounding(format):
-    """The exact product in float64, rounded once to float32; NVFP4 under a global scale of its own."""
+@named("g", [1 / 3, 0.1, 3.4e38, 2.0**-128 * 1.7, 1e-44])
+def test_every_code_under_every_byte_scale_decodes_as_one_rounding(format, g):
+    """The exact product in float64, rounded once to float32; NVFP4 under a global scale that is no power of two."""
     storage = FORMATS[format].storage
     per_block, codes = storage.block[1], 1 << storage.element.bits
     k = -(-codes // per_block) * per_block
@@ -419,7 +420,7 @@ def test_every_code_under_every_byte_scale_decodes_as_one_rounding(format):
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // per_block, axis=1)
     stored = np.tile(row, (256, 1))
     stored = stored[:, ::2] | stored[:, 1::2] << 4 if storage.element.bits == 4 else stored
-    g = np.array([0.0123], np.float32) if storage.global_scale else None
+    g = np.array([g], np.float32) if storage.global_scale else None
     part = hq.QuantizedArray.from_buffers(stored, scales, format, (256, k), global_scale=g)
     by_byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     if storage.scale == "e8m0":
