@@ -40,6 +40,12 @@ def test_numbers_are_those_of_the_whole_matrix(name: str, values: np.ndarray) ->
     assert error.bytes_per_element == part.nbytes / values.size
 
 
+@pytest.mark.parametrize("format", hq.FORMATS.values(), ids=list(hq.FORMATS))
+def test_every_block_fits_a_tile_a_whole_number_of_times(format: hq.Format) -> None:
+    for block in (format.amax_block, format.storage.block):
+        assert block is None or all(explore.TILE % side == 0 for side in block)
+
+
 @pytest.mark.parametrize("name", hq.FORMATS)
 def test_tiles_do_not_change_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = hq.compare(SPREAD, name)[0]
@@ -115,7 +121,14 @@ def test_empty_matrix_has_no_error(shape: tuple[int, ...]) -> None:
 
 def test_zeros_are_exact() -> None:
     for error in hq.compare(np.zeros((20, 40), np.float32)):
-        assert (error.sqnr_db, error.max_error, error.clipped, error.nan) == (math.inf, 0, 0, 0), error.format
+        assert (error.sqnr_db, error.max_error) == (math.inf, 0), error.format
+        assert (error.clipped, error.zeroed, error.nan) == (0, 0, 0), error.format
+
+
+def test_zeroed_counts_what_was_not_zero_before() -> None:
+    x = np.zeros((1, 32), np.float32)
+    x[0, :3] = 6, 0.2, -0.2  # E2M1 at scale 1: below 0.25 is nearer to 0
+    assert hq.compare(x, "mxfp4")[0].zeroed == 2 / 32
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16, np.float32])
