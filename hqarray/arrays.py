@@ -173,6 +173,9 @@ class QuantizedArray:
     def copy(self) -> QuantizedArray:
         return QuantizedArray(self.format, self.shape, self.buffers.copy())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        raise TypeError("a part is codes and scales; HybridArray(rowwise=part).dequantize() gives the values")
+
     def packed(self) -> QuantizedArray:
         """This part in the library's own layout, zero-padded: itself where it already is, else a copy."""
         if isinstance(self.buffers, Packed):

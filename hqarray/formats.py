@@ -258,9 +258,10 @@ def _elements(*bits: int) -> list[str]:
     return [element.name for element in ELEMENTS.values() if element.bits in bits]
 
 
-def _check_epsilon(kind: str, epsilon: float) -> None:
-    if not 0 <= epsilon < float("inf"):
-        raise ValueError(f"{kind}: epsilon={epsilon!r} must be finite and not negative")
+def _check_reciprocal(kind: str, pow2: bool, epsilon: float) -> None:
+    _check(kind, "pow2", pow2, (False, True))
+    if not 0 <= epsilon <= ELEMENTS["float32"].max:
+        raise ValueError(f"{kind}: epsilon={epsilon!r} must be finite in float32 and not negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ class FP8(Format):
 
     def __post_init__(self) -> None:
         _check("FP8", "element", self.element, _elements(8))
-        _check_epsilon("FP8", self.epsilon)
+        _check_reciprocal("FP8", self.pow2, self.epsilon)
 
     @property
     def storage(self) -> Storage:
@@ -302,7 +303,7 @@ class FP8Block(Format):
     def __post_init__(self) -> None:
         _check("FP8Block", "element", self.element, _elements(8))
         _check("FP8Block", "block", self.block, ((1, 128), (128, 128)))
-        _check_epsilon("FP8Block", self.epsilon)
+        _check_reciprocal("FP8Block", self.pow2, self.epsilon)
 
     @property
     def storage(self) -> Storage:

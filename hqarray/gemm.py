@@ -182,7 +182,7 @@ def multiply(a: Operand, b: Operand, epilogue: Epilogue, out: Array, aux: Array 
 def _decoded(operand: Operand) -> npt.NDArray[np.float32]:
     if isinstance(operand.data, QuantizedArray):
         return reference.dequantize_part(operand.data, np.dtype(np.float32))
-    return operand.data.astype(np.float32)  # type: ignore[no-any-return]
+    return operand.data.astype(np.float32, copy=False)  # type: ignore[no-any-return]
 
 
 __all__ = ["BFLOAT16", "ENGINES", "Chip", "Engine", "Epilogue", "Operand", "choose_engine", "gelu", "left_operand",

@@ -263,6 +263,13 @@ def test_numpy_arithmetic_from_the_left_names_dequantize():
         np.mean(hybrid())
 
 
+def test_a_part_is_no_array():
+    for call in (np.asarray, np.exp, lambda part: np.ones((20, 48)) @ part):
+        with pytest.raises(TypeError, match=r"HybridArray\(rowwise=part\)\.dequantize\(\) gives the values"):
+            call(hybrid().rowwise)
+    assert not hasattr(hybrid().rowwise, "T") and not hasattr(hybrid().rowwise, "__matmul__")
+
+
 def test_shape_ndim_and_size_are_answered_without_decoding():
     array = hybrid(shape=(3, 5, 34))
     assert (np.shape(array), np.ndim(array), np.size(array), len(array)) == ((3, 5, 34), 3, 510, 3)

@@ -124,7 +124,9 @@ def test_high_precision_takes_its_dtype_from_the_array():
 
 @named(("make", "message"), [
     (lambda: hq.FP8("e2m1"), "FP8: element='e2m1' is not one of 'e4m3', 'e5m2'"),
-    (lambda: hq.FP8(epsilon=-1.0), "FP8: epsilon=-1.0 must be finite and not negative"),
+    (lambda: hq.FP8(epsilon=-1.0), "FP8: epsilon=-1.0 must be finite in float32 and not negative"),
+    (lambda: hq.FP8(epsilon=1e39), r"FP8: epsilon=1e\+39 must be finite in float32"),
+    (lambda: hq.FP8Block(pow2="yes"), "FP8Block: pow2='yes' is not one of False, True"),
     (lambda: hq.FP8(epsilon=float("nan")), "FP8: epsilon=nan must be finite"),
     (lambda: hq.FP8Block(block=(64, 64)), r"FP8Block: block=\(64, 64\) is not one of \(1, 128\), \(128, 128\)"),
     (lambda: hq.FP8Block(epsilon=float("inf")), "FP8Block: epsilon=inf must be finite"),

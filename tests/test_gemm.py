@@ -199,9 +199,20 @@ def test_accumulate_adds_to_out(operands):
     expected = (a @ b) + out
     assert hq.matmul(a, b, out=out, accumulate=True) is out
     testing.assert_bitwise_equal(out, expected)
-    half = np.ones((12, 7), np.float16)
-    hq.matmul(a, b, out=half, accumulate=True)
-    testing.assert_bitwise_equal(half, ((a @ b) + np.float32(1)).astype(np.float16))
+    for dtype in (np.float16, BFLOAT16):
+        half = np.ones((12, 7), dtype)
+        hq.matmul(a, b, out=half, accumulate=True)
+        testing.assert_bitwise_equal(half, ((a @ b) + np.float32(1)).astype(dtype))
+
+
+def test_operands_are_left_as_they_were(operands):
+    a, b = operands
+    x = testing.matrix("gauss", (12, 40))
+    before = a.copy(), b.copy(), x.copy()
+    hq.matmul(a, b, bias=np.ones(7, np.float32), activation="gelu")
+    hq.matmul(x, b, bias=np.ones(7, np.float32), activation="gelu")
+    for now, then in zip((a, b, x), before, strict=True):
+        testing.assert_bitwise_equal(now, then)
 
 
 def test_the_epilogue_goes_bias_gelu_accumulate(operands):

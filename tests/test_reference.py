@@ -466,8 +466,10 @@ def test_every_nan_decodes_to_the_canonical_one(format, dtype):
     words = {"float16": 0xFE01, "float32": 0xFFC00001, "bfloat16": 0xFFC1}
     wanted = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     values = np.full((2, 16), words[dtype], f"u{wanted.itemsize}").view(wanted)
-    decoded = hq.quantize(values, rowwise=format).dequantize(dtype=np.float32)
-    assert (decoded.view(np.uint32) == 0x7FFFFFFF).all()
+    array = hq.quantize(values, rowwise=format)
+    assert (array.dequantize(dtype=np.float32).view(np.uint32) == 0x7FFFFFFF).all()
+    for narrow in (np.float16, ml_dtypes.bfloat16):
+        assert (array.dequantize(dtype=narrow).view(np.uint16) == 0x7FFF).all()
 
 
 @named("format", FORMATS)
