@@ -27,12 +27,28 @@ FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A part's buffers in one allocation of bytes; views are made on access."""
+    """A part's buffers in one allocation of bytes; views are made on access.
 
-    base: Array
+    memory  a NumPy array of bytes, or CuPy's MemoryPointer: an array costs more than all the rest of a part
+    """
+
+    memory: Any
     layout: PartLayout
     has_global_scale: bool
     has_amax: bool
+
+    @classmethod
+    def of(cls, base: Array, layout: PartLayout, has_global_scale: bool, has_amax: bool) -> Packed:
+        """Over an array of layout.nbytes bytes."""
+        memory = base if isinstance(base, np.ndarray) else base.data
+        return cls(memory, layout, has_global_scale, has_amax)
+
+    @property
+    def base(self) -> Array:
+        """The bytes as an array."""
+        if isinstance(self.memory, np.ndarray):
+            return self.memory
+        return namespace(self.memory).ndarray((self.layout.nbytes,), np.uint8, self.memory)
 
     def _segment(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         nbytes = prod(shape) * dtype.itemsize
@@ -69,7 +85,7 @@ class Packed:
         return self.layout.nbytes
 
     def copy(self) -> Packed:
-        return Packed(self.base.copy(), self.layout, self.has_global_scale, self.has_amax)
+        return Packed.of(self.base.copy(), self.layout, self.has_global_scale, self.has_amax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +184,7 @@ class QuantizedArray:
     @property
     def device(self) -> Any:
         """The CuPy device of CuPy buffers; "cpu" for NumPy's."""
-        return (self.buffers.base if isinstance(self.buffers, Packed) else self.buffers.codes).device
+        return (self.buffers.memory if isinstance(self.buffers, Packed) else self.buffers.codes).device
 
     def copy(self) -> QuantizedArray:
         return QuantizedArray(self.format, self.shape, self.buffers.copy())
@@ -209,7 +225,7 @@ def zeros_part(
     layout = part_layout(format.storage, shape)
     base = module.zeros(layout.nbytes, np.uint8)
     has_amax = format.measures_amax if has_amax is None else has_amax
-    return QuantizedArray(format, shape, Packed(base, layout, format.storage.global_scale, has_amax))
+    return QuantizedArray(format, shape, Packed.of(base, layout, format.storage.global_scale, has_amax))
 
 
 def _dense(array: Array | None) -> Array | None:
@@ -270,13 +286,16 @@ class HybridArray:
                 f"columnwise is the rowwise part of X.T: beside rowwise {matrix} it must be {matrix[::-1]}, "
                 f"not {columns.shape}"
             )
+        if self.derived is not None and self.derived not in DIRECTIONS:
+            raise ValueError(f"derived={self.derived!r} is not one of {DIRECTIONS}")
+        if not isinstance(self.dtype, np.dtype):
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.shape == matrix:
+            return
         shape = matrix if self.shape is None else tuple(int(n) for n in self.shape)
         if not shape or (prod(shape[:-1]), shape[-1]) != matrix:
             raise ValueError(f"shape {shape} does not flatten to the parts' matrix {matrix}")
-        if self.derived not in (None, *DIRECTIONS):
-            raise ValueError(f"derived={self.derived!r} is not one of {DIRECTIONS}")
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     # --- facts ---
 

@@ -1,6 +1,7 @@
 """The operations of reference.py on CuPy: allocate, launch, wrap.
 
 Work goes to CuPy's current stream on the array's device, memory comes from CuPy's allocator, nothing synchronises.
+What a call needs besides its pointers is a plan, kept by formats, shape, strides and dtype.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import struct
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
 
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
-from cupy.cuda import get_current_stream  # noqa: TID253
+from cupy.cuda import alloc, get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
+from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
 
 from .arrays import Direction, Packed, QuantizedArray
 from .formats import Format, Storage
-from .layout import Array, part_layout
+from .layout import Array, PartLayout, part_layout
 from .rawkernels import geometry, loader, traits
 
 FLOAT32 = np.dtype(np.float32)
@@ -28,28 +30,31 @@ FLOAT32 = np.dtype(np.float32)
 WORK_OFFSET = 4
 """Bytes after a part's amax: where the amax kernel collects, so that amax itself is written by quantize alone."""
 
+MOST_PLANS = 4096
+
 
 # --- kernels ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel and how many bytes of shared memory it asks for."""
+    """A compiled kernel on one device, with its grid."""
 
     raw: Any
     pointer: int
+    grid: tuple[int, int, int]
     shared_bytes: int
 
-    def launch(self, grid: tuple[int, int, int], arguments: bytes) -> None:
-        """One launch on the current stream; `arguments` is the kernel's struct, copied before this returns."""
-        buffer = _arguments.buffer
-        ctypes.memmove(buffer, arguments, len(arguments))
-        launchKernel(self.pointer, *grid, geometry.THREADS, 1, 1, self.shared_bytes, get_current_stream().ptr,
-                     _arguments.pointer, 0)
+    def launch(self, arguments: struct.Struct, *values: int) -> None:
+        """One launch on the current stream; the kernel's one argument is copied before this returns."""
+        local = _local
+        arguments.pack_into(local.buffer, 0, *values)
+        launchKernel(self.pointer, *self.grid, geometry.THREADS, 1, 1, self.shared_bytes, get_current_stream().ptr,
+                     local.pointer, 0)
 
 
-class _Arguments(threading.local):
-    """This thread's copy of a kernel's one argument, and the array of one pointer that the driver reads."""
+class _Local(threading.local):
+    """This thread's copy of a kernel's argument, and the array of one pointer that the driver reads."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(512)
@@ -57,11 +62,13 @@ class _Arguments(threading.local):
         self.pointer = ctypes.addressof(self.pointers)
 
 
-_arguments = _Arguments()
+_local = _Local()
 
+# Structs of the kernels: every field takes eight bytes.
 _QUANTIZE = struct.Struct("=19q")
 _AMAX = struct.Struct("=6q")
 _DEQUANTIZE = struct.Struct("=9q")
+_TRANSPOSE = struct.Struct("=14q")
 
 
 @cache
@@ -71,46 +78,25 @@ def arch_of(device: int) -> str:
     return f"sm_{capability}a" if int(capability) >= 90 else f"sm_{capability}"
 
 
-def _load(source: loader.Source, shared_bytes: int, device: int) -> Kernel:
+@cache
+def _raw_kernel(source: loader.Source, shared_bytes: int, device: int) -> Any:
     raw = loader.load(source, arch_of(device))
     if shared_bytes > 48 << 10:
         raw.max_dynamic_shared_size_bytes = shared_bytes
-    return Kernel(raw, raw.kernel.ptr, shared_bytes)
+    return raw
 
 
-@cache
-def _quantize_kernel(
-    row: Format | None, column: Format | None, dtype: str, aligned: bool, device: int
-) -> tuple[Kernel, geometry.Tile]:
-    source, tile, shared = traits.quantize_source(row, column, dtype, aligned)
-    return _load(source, shared, device), tile
-
-
-@cache
-def _amax_kernel(dtype: str, aligned: bool, device: int) -> Kernel:
-    return _load(traits.amax_source(dtype, aligned), 0, device)
-
-
-@cache
-def _dequantize_kernel(storage: Storage, dtype: str, transposed: bool, aligned: bool, device: int) -> Kernel:
-    source, shared = traits.dequantize_source(storage, dtype, transposed, aligned)
-    return _load(source, shared, device)
+def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
+    raw = _raw_kernel(launch.source, launch.shared_bytes, device)
+    return Kernel(raw, raw.kernel.ptr, geometry.grid(launch.tile, m, k), launch.shared_bytes)
 
 
 # --- arrays -------------------------------------------------------------------------------------
 
 
-def _on_device_of(array: Array) -> AbstractContextManager[Any]:
-    """The array's device as the current one, whichever was."""
-    device = array.device
-    return nullcontext() if device.id == cupy.cuda.runtime.getDevice() else device
-
-
-def empty_part(format: Format, shape: tuple[int, int], has_amax: bool) -> QuantizedArray:
-    """A part in one allocation whose bytes are all written by the kernel that makes it."""
-    layout = part_layout(format.storage, shape)
-    base = cupy.ndarray((layout.nbytes,), np.uint8)
-    return QuantizedArray(format, shape, Packed(base, layout, format.storage.global_scale, has_amax))
+def _on_device_of(memory: Any) -> AbstractContextManager[Any]:
+    """The device of a MemoryPointer as the current one, whichever was."""
+    return nullcontext() if memory.device_id == getDevice() else memory.device
 
 
 def _readable(values: Array) -> tuple[Array, bool]:
@@ -125,40 +111,80 @@ def _readable(values: Array) -> tuple[Array, bool]:
     return cupy.ascontiguousarray(values), False
 
 
-def _is_aligned(values: Array) -> bool:
-    return values.data.ptr % 16 == 0 and values.strides[0] % 16 == 0
-
-
-def _output(part: QuantizedArray | None) -> tuple[int, int, int, int, int, int]:
-    """`Output` of quantize.cu; zeros where there is no part."""
-    if part is None:
-        return (0, 0, 0, 0, 0, 0)
-    buffers = part.buffers
-    assert isinstance(buffers, Packed)
-    layout, base = buffers.layout, buffers.base.data.ptr
-    return (
-        base,
-        layout.codes.pitch * layout.codes.itemsize,
-        base + layout.scales_offset,
-        layout.scales_shape[1],
-        base + layout.global_scale_offset,
-        base + layout.amax_offset if buffers.has_amax else 0,
-    )
-
-
 # --- quantize -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One direction of a plan: what its part is made of."""
+
+    format: Format
+    shape: tuple[int, int]
+    layout: PartLayout
+    pitch: int
+    has_amax: bool
+
+    @staticmethod
+    def of(format: Format, shape: tuple[int, int]) -> _Part:
+        layout = part_layout(format.storage, shape)
+        return _Part(format, shape, layout, layout.codes.pitch * layout.codes.itemsize, format.measures_amax)
+
+    def empty(self, has_amax: bool) -> QuantizedArray:
+        """A part in one allocation whose bytes are all written by the kernel that makes it."""
+        layout = self.layout
+        memory = alloc(layout.nbytes)
+        return QuantizedArray(self.format, self.shape, Packed(memory, layout, layout.has_global_scale, has_amax))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Kernels of one call of quantize."""
+
+    kernel: Kernel
+    amax: Kernel | None
+    rows: _Part | None
+    columns: _Part | None
+
+
+Key: TypeAlias = tuple[Format | None, Format | None, tuple[int, ...], str, bool, int]
+_plans: dict[Key, _Plan] = {}
+
+
+def _plan(row: Format | None, column: Format | None, values: Array, aligned: bool) -> _Plan:
+    """The plan of a call."""
+    device = values.data.device_id
+    key = (row, column, values.shape, values.dtype.char, aligned, device)
+    plan = _plans.get(key)
+    if plan is None:
+        (m, k), dtype = values.shape, values.dtype.name
+        kernel = _kernel(traits.quantize_launch(row, column, dtype, aligned), m, k, device)
+        measures = any(format is not None and format.measures_amax for format in (row, column))
+        amax_kernel = _kernel(traits.amax_launch(dtype, aligned), m, k, device) if measures else None
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        rows = None if row is None else _Part.of(row, (m, k))
+        columns = None if column is None else _Part.of(column, (k, m))
+        plan = _plans[key] = _Plan(kernel, amax_kernel, rows, columns)
+    return plan
 
 
 def quantize_parts(
     values: Array, row: Format | None, column: Format | None, derived: Direction | None, whole: Array | None
 ) -> tuple[QuantizedArray | None, QuantizedArray | None]:
     """See reference.quantize_parts; one read of the values, two where an amax is measured first."""
-    outer, k = values.shape
-    with _on_device_of(values):
-        rows = None if row is None else empty_part(row, (outer, k), row.measures_amax)
-        columns = None if column is None else empty_part(column, (k, outer), column.measures_amax)
-        _quantize(rows, columns, values, derived, whole, None)
-    return rows, columns
+    with _on_device_of(values.data):
+        if derived is not None:
+            rows, _ = quantize_parts(values, row, None, None, whole)
+            assert rows is not None
+            return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole)[1]
+        values, turned = _readable(values)
+        if turned:
+            row, column = column, row
+        plan = _plan(row, column, values, _is_aligned(values))
+        rows = None if plan.rows is None else plan.rows.empty(plan.rows.has_amax)
+        columns = None if plan.columns is None else plan.columns.empty(plan.columns.has_amax)
+        _launch(plan, values, rows, columns, whole, None)
+    return (columns, rows) if turned else (rows, columns)
 
 
 def requantize_parts(
@@ -166,12 +192,25 @@ def requantize_parts(
     whole: Array | None = None, noop: Array | None = None,
 ) -> None:
     """See reference.requantize_parts; noop is read on the device."""
-    with _on_device_of(values):
-        own = [None if part is None else part.packed() for part in (rows, columns)]
-        _quantize(own[0], own[1], values, derived, whole, noop)
-        for part, written in zip((rows, columns), own, strict=True):
+    with _on_device_of(values.data):
+        if derived is not None:
+            assert rows is not None and columns is not None
+            first, second = (rows, columns) if derived == "columnwise" else (columns, rows)
+            requantize_parts(first, None, values if derived == "columnwise" else values.T, None, whole, noop)
+            requantize_parts(second, None, dequantize_part(first, FLOAT32, transposed=True), None, whole, noop)
+            return
+        values, turned = _readable(values)
+        parts = (columns, rows) if turned else (rows, columns)
+        own = [None if part is None else part.packed() for part in parts]
+        row, column = (None if part is None else part.format for part in parts)
+        _launch(_plan(row, column, values, _is_aligned(values)), values, own[0], own[1], whole, noop)
+        for part, written in zip(parts, own, strict=True):
             if part is not None and written is not part:
                 _copy_into(part, written)
+
+
+def _is_aligned(values: Array) -> bool:
+    return (values.data.ptr | values.strides[0]) % 16 == 0
 
 
 def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:
@@ -184,84 +223,94 @@ def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:
             target[...] = new
 
 
-def _quantize(
-    rows: QuantizedArray | None, columns: QuantizedArray | None, values: Array, derived: Direction | None,
-    whole: Array | None, noop: Array | None,
+_NO_OUTPUT = (0, 0, 0, 0, 0, 0)
+
+
+def _output(plan: _Part | None, part: QuantizedArray | None) -> tuple[int, int, int, int, int, int]:
+    """`Output` of quantize.cu."""
+    if plan is None or part is None:
+        return _NO_OUTPUT
+    layout, base = plan.layout, part.buffers.memory.ptr  # type: ignore[union-attr]
+    amax_pointer = base + layout.amax_offset if part.buffers.has_amax else 0  # type: ignore[union-attr]
+    return (base, plan.pitch, base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset,
+            amax_pointer)
+
+
+def _launch(
+    plan: _Plan, values: Array, rows: QuantizedArray | None, columns: QuantizedArray | None, whole: Array | None,
+    noop: Array | None,
 ) -> None:
-    if derived is not None and rows is not None and columns is not None:
-        first, second = (rows, columns) if derived == "columnwise" else (columns, rows)
-        source = values if derived == "columnwise" else values.T
-        _quantize(first, None, source, None, whole, noop)
-        _quantize(second, None, dequantize_part(first, FLOAT32, transposed=True), None, whole, noop)
-        return
-    values, turned = _readable(values)
-    if turned:
-        rows, columns = columns, rows
-    device, dtype, aligned = values.device.id, values.dtype.name, _is_aligned(values)
     m, k = values.shape
-    row, column = (None if part is None else part.format for part in (rows, columns))
+    pointer, row_bytes = values.data.ptr, values.strides[0]
     flag = 0 if noop is None else noop.data.ptr
-    whole_pointer, measured = 0, False
-    needs = [part for part in (rows, columns) if part is not None and part.format.measures_amax]
-    if needs and whole is not None:
-        whole_pointer = whole.data.ptr
-    elif needs:
-        buffers = needs[0].buffers
-        assert isinstance(buffers, Packed)
-        whole_pointer = buffers.base.data.ptr + buffers.layout.amax_offset + WORK_OFFSET
-        _measure(values, whole_pointer, flag)
-        measured = True
-    kernel, tile = _quantize_kernel(row, column, dtype, aligned, device)
-    kernel.launch(
-        geometry.grid(tile, m, k),
-        _QUANTIZE.pack(values.data.ptr, values.strides[0], m, k, whole_pointer, flag, *_output(rows),
-                       *_output(columns), measured),
-    )
-
-
-def _measure(values: Array, whole_pointer: int, flag: int) -> None:
-    cupy.cuda.runtime.memsetAsync(whole_pointer, 0, 4, get_current_stream().ptr)
-    m, k = values.shape
-    if m * k:
-        kernel = _amax_kernel(values.dtype.name, _is_aligned(values), values.device.id)
-        kernel.launch(
-            geometry.grid(geometry.SQUARE, m, k),
-            _AMAX.pack(values.data.ptr, values.strides[0], m, k, whole_pointer, flag),
-        )
+    whole_pointer, measured = 0, 0
+    if plan.amax is not None:
+        if whole is not None:
+            whole_pointer = whole.data.ptr
+        else:
+            part = rows if rows is not None and rows.format.measures_amax else columns
+            buffers = part.buffers  # type: ignore[union-attr]
+            whole_pointer = buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr]
+            memsetAsync(whole_pointer, 0, 4, get_current_stream().ptr)
+            plan.amax.launch(_AMAX, pointer, row_bytes, m, k, whole_pointer, flag)
+            measured = 1
+    plan.kernel.launch(_QUANTIZE, pointer, row_bytes, m, k, whole_pointer, flag, *_output(plan.rows, rows),
+                       *_output(plan.columns, columns), measured)
 
 
 def amax(values: Array) -> Array:
     """See reference.amax."""
-    with _on_device_of(values):
+    with _on_device_of(values.data):
         whole = cupy.empty(1, np.float32)
-        _measure(_readable(values)[0], whole.data.ptr, 0)
+        values, _ = _readable(values)
+        memsetAsync(whole.data.ptr, 0, 4, get_current_stream().ptr)
+        m, k = values.shape
+        launch = traits.amax_launch(values.dtype.name, _is_aligned(values))
+        kernel = _kernel(launch, m, k, values.data.device_id)
+        kernel.launch(_AMAX, values.data.ptr, values.strides[0], m, k, whole.data.ptr, 0)
     return whole
 
 
-# --- dequantize ---------------------------------------------------------------------------------
+# --- decode and move ----------------------------------------------------------------------------
+
+@lru_cache(maxsize=MOST_PLANS)
+def _dequantize_kernel(
+    storage: Storage, shape: tuple[int, int], dtype: str, transposed: bool, device: int
+) -> Kernel:
+    aligned = shape[1] * np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize % 16 == 0
+    return _kernel(traits.dequantize_launch(storage, dtype, transposed, aligned), *shape, device)
 
 
 def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], *, transposed: bool = False) -> Array:
     """See reference.dequantize_part."""
     buffers = part.packed().buffers
     assert isinstance(buffers, Packed)
-    layout, base = buffers.layout, buffers.base.data.ptr
+    layout, base = buffers.layout, buffers.memory.ptr
     shape = part.shape[::-1] if transposed else part.shape
-    with _on_device_of(buffers.base):
+    with _on_device_of(buffers.memory):
         values = cupy.ndarray(shape, dtype)
         if values.size:
-            kernel = _dequantize_kernel(
-                part.format.storage, dtype.name, transposed, shape[1] * dtype.itemsize % 16 == 0, buffers.base.device.id
-            )
+            kernel = _dequantize_kernel(part.format.storage, shape, dtype.name, transposed, buffers.memory.device_id)
             kernel.launch(
-                geometry.grid(geometry.SQUARE, *shape),
-                _DEQUANTIZE.pack(base, layout.codes.pitch * layout.codes.itemsize, base + layout.scales_offset,
-                                 layout.scales_shape[1], base + layout.global_scale_offset, values.data.ptr,
-                                 values.strides[0], *shape),
+                _DEQUANTIZE, base, layout.codes.pitch * layout.codes.itemsize, base + layout.scales_offset,
+                layout.scales_shape[1], base + layout.global_scale_offset, values.data.ptr, values.strides[0], *shape,
             )
     return values
 
 
+@lru_cache(maxsize=MOST_PLANS)
+def _transpose_kernel(storage: Storage, shape: tuple[int, int], device: int) -> Kernel:
+    return _kernel(traits.transpose_launch(storage), *shape, device)
+
+
 def transpose_part(part: QuantizedArray) -> QuantizedArray:
     """See reference.transpose_part."""
-    raise NotImplementedError
+    assert part.format.transposable
+    part = part.packed()
+    outer, k = part.shape
+    with _on_device_of(part.buffers.memory):  # type: ignore[union-attr]
+        plans = _Part.of(part.format, (outer, k)), _Part.of(part.format, (k, outer))
+        turned = plans[1].empty(has_amax=part.amax is not None)
+        kernel = _transpose_kernel(part.format.storage, (outer, k), part.buffers.memory.device_id)  # type: ignore
+        kernel.launch(_TRANSPOSE, *_output(plans[0], part), *_output(plans[1], turned), outer, k)
+    return turned

@@ -398,8 +398,10 @@ class HighPrecision(Format):
         return None
 
     def resolve(self, dtype: np.dtype[Any]) -> Format:
-        return self if self.dtype is not None else HighPrecision(dtype.name)
+        return self if self.dtype is not None else _HIGH_PRECISION[dtype.name]
 
+
+_HIGH_PRECISION = {name: HighPrecision(name) for name in _WIDE_DTYPES}
 
 FORMATS: dict[str, Format] = {
     "fp8_e4m3": FP8("e4m3"),

@@ -195,6 +195,7 @@ class PartLayout:
     scales_offset: int
     global_scale_offset: int
     amax_offset: int
+    has_global_scale: bool
     nbytes: int
 
 
@@ -210,5 +211,6 @@ def part_layout(storage: Storage, shape: tuple[int, int]) -> PartLayout:
     scalars = round_up(scales_offset + int(np.prod(scales_shape)) * dtype.itemsize, PITCH)
     return PartLayout(
         codes, storage.element.dtype, scales, num_scales, scales_shape, dtype, scales_offset,
-        global_scale_offset=scalars, amax_offset=scalars + PITCH, nbytes=scalars + 2 * PITCH,
+        global_scale_offset=scalars, amax_offset=scalars + PITCH, has_global_scale=storage.global_scale,
+        nbytes=scalars + 2 * PITCH,
     )

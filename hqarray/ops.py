@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from types import ModuleType
 from typing import Any, Literal
@@ -22,7 +23,7 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.floa
 
 def _array(values: Any, what: str) -> Array:
     """The values as a NumPy or CuPy array of a dtype we read."""
-    if not (isinstance(values, np.ndarray) or _is_cupy(values)):
+    if _backend_of_type(type(values)) is None:
         if not hasattr(values, "__dlpack__"):
             raise TypeError(
                 f"{what} is {type(values).__name__}; pass a NumPy or CuPy array, or one that offers DLPack"
@@ -42,17 +43,22 @@ def _array(values: Any, what: str) -> Array:
     return values
 
 
-def _is_cupy(array: Any) -> bool:
-    return type(array).__module__.partition(".")[0] == "cupy"
-
-
-def _backend(array: Array) -> ModuleType:
-    """The module that computes on this array's type."""
-    if isinstance(array, np.ndarray):
+@cache
+def _backend_of_type(kind: type) -> ModuleType | None:
+    """The module that computes on arrays of a type; None where there is none."""
+    if issubclass(kind, np.ndarray):
         return reference
+    if kind.__module__.partition(".")[0] != "cupy":
+        return None
     from . import cuda
 
     return cuda
+
+
+def _backend(array: Array) -> ModuleType:
+    backend = _backend_of_type(type(array))
+    assert backend is not None
+    return backend
 
 
 def _matrix(values: Array, what: str) -> Array:

@@ -24,19 +24,21 @@ def specialisations(*, pairs: bool = False, dtypes: tuple[str, ...] = DTYPES) ->
     """Name and source of every kernel: each format alone in both directions and with itself, or with every other."""
     formats: list[tuple[str, Format]] = list(FORMATS.items())
     storages = {format.storage: name for name, format in formats}
+    for storage in {format.storage: None for _, format in formats if format.transposable}:
+        yield f"transpose {storages[storage]}", traits.transpose_launch(storage).source
     for dtype in dtypes:
         for aligned in (True, False):
             suffix = f"{dtype}{'' if aligned else ' unaligned'}"
-            yield f"amax {suffix}", traits.amax_source(dtype, aligned)
+            yield f"amax {suffix}", traits.amax_launch(dtype, aligned).source
             for name, row in formats:
-                yield f"quantize {name} / - {suffix}", traits.quantize_source(row, None, dtype, aligned)[0]
-                yield f"quantize - / {name} {suffix}", traits.quantize_source(None, row, dtype, aligned)[0]
+                yield f"quantize {name} / - {suffix}", traits.quantize_launch(row, None, dtype, aligned).source
+                yield f"quantize - / {name} {suffix}", traits.quantize_launch(None, row, dtype, aligned).source
                 for other, column in formats if pairs else [(name, row)]:
-                    yield f"quantize {name} / {other} {suffix}", traits.quantize_source(row, column, dtype, aligned)[0]
+                    yield f"quantize {name} / {other} {suffix}", traits.quantize_launch(row, column, dtype, aligned).source
             for storage, name in storages.items():
                 for transposed in (False, True):
-                    source, _ = traits.dequantize_source(storage, dtype, transposed, aligned)
-                    yield f"dequantize {name} {'columns' if transposed else 'rows'} {suffix}", source
+                    launch = traits.dequantize_launch(storage, dtype, transposed, aligned)
+                    yield f"dequantize {name} {'columns' if transposed else 'rows'} {suffix}", launch.source
 
 
 def _compile(job: tuple[str, loader.Source, str, bool]) -> tuple[str, str, loader.Resources | None]:

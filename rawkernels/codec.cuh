@@ -116,9 +116,9 @@ HQ_FN float global_encode_scale(float amax, float bound_times_max) {
     return scale < float_of(FLT_MAX_BITS) ? scale : float_of(FLT_MAX_BITS);
 }
 
-// Encode factor under a stored E4M3 scale: the reciprocal of the scale the decoder will use.
-HQ_FN float two_level_factor(u32 stored, float global_decode_scale) {
-    float factor = divide(1.0f, float_of(E4M3::decode(stored)) * global_decode_scale);
+// Encode factor under a decoded E4M3 scale: the reciprocal of the scale the decoder will use.
+HQ_FN float two_level_factor(float scale, float global_decode_scale) {
+    float factor = divide(1.0f, scale * global_decode_scale);
     return factor < float_of(FLT_MAX_BITS) ? factor : float_of(FLT_MAX_BITS);
 }
 

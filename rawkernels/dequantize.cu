@@ -103,7 +103,7 @@ HQ_FN void load_scales(const DequantizeArguments& a, i64 line, i64 along, float 
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const u32 byte = (i < 4 ? bytes.x : bytes.y) >> (8 * (i & 3)) & 255;
-            scale[i] = float_of(P::scale == E8M0 ? decode_e8m0(byte) : E4M3::decode(byte));
+            scale[i] = P::scale == E8M0 ? float_of(decode_e8m0(byte)) : float_of_e4m3(byte);
         }
     }
 }

@@ -28,6 +28,17 @@ HQ_FN u32 convert_fp8x2(float low, float high) {
 #endif
 }
 
+// float32 of an E4M3 code.
+HQ_FN float float_of_e4m3(u32 code) {
+#if HQ_HAS_FP8_CVT
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(u16(code)));
+    return Float16::low(pair);
+#else
+    return float_of(E4M3::decode(code));
+#endif
+}
+
 // E2M3 is E4M3 and E3M2 is E5M2 after a shift of the exponent, so FP6 is an FP8 conversion and a clamp.
 template <class F>
 struct Fp6 {
@@ -37,15 +48,18 @@ struct Fp6 {
     static constexpr u32 max_bits = E::max_bits - (u32(shift) << 23);
 };
 
-template <class F>
+// CLAMP: a value may lie beyond the largest 6-bit element. Under rule "up" only Inf does.
+template <class F, bool CLAMP>
 HQ_FN u32 encode_bytes(float a, float b, float c, float d) {
     typedef typename F::Element E;
     if constexpr (F::hardware_fp8) {
         return convert_fp8x2<E::mantissa_bits>(a, b) | convert_fp8x2<E::mantissa_bits>(c, d) << 16;
     } else if constexpr (F::hardware_fp6) {
         const float top = float_of(Fp6<F>::max_bits);
-        a = fminf(fmaxf(a, -top), top); b = fminf(fmaxf(b, -top), top);
-        c = fminf(fmaxf(c, -top), top); d = fminf(fmaxf(d, -top), top);
+        if (CLAMP) {
+            a = fminf(fmaxf(a, -top), top); b = fminf(fmaxf(b, -top), top);
+            c = fminf(fmaxf(c, -top), top); d = fminf(fmaxf(d, -top), top);
+        }
         const u32 wide = convert_fp8x2<E::mantissa_bits>(a, b) | convert_fp8x2<E::mantissa_bits>(c, d) << 16;
         return (wide & 0x1F1F1F1Fu) | ((wide >> 2) & 0x20202020u);
     } else {
@@ -200,8 +214,13 @@ HQ_FN float prepare_factor(float factor) {
     return factor;
 }
 
-// 8 values of a line, times its prepared factor, to words. HALVE: the FP4 factor is whole, so its values are halved.
-template <class F, class In, bool HALVE, class Line>
+// Whether a careful encode_line differs from the other one.
+template <class F>
+constexpr bool has_short_cut = (F::scaling == TWO_LEVEL && F::bits == 4) || (F::hardware_fp6 && F::rounding == UP);
+
+// 8 values of a line, times its prepared factor, to words. CAREFUL: a two-level FP4 factor is whole, so its values are
+// halved; 6-bit values are clamped.
+template <class F, class In, bool CAREFUL, class Line>
 HQ_FN void encode_line(const Line& line, float factor, u32* words) {
     if constexpr (F::bits >= 16) {
         if constexpr (same<typename F::Wide, In>::value) line.copy(words);
@@ -214,12 +233,12 @@ HQ_FN void encode_line(const Line& line, float factor, u32* words) {
     } else if constexpr (F::bits == 4) {
         float value[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = HALVE ? line.at(i) * 0.5f : line.at(i);
+        for (int i = 0; i < 8; ++i) value[i] = CAREFUL && F::scaling == TWO_LEVEL ? line.at(i) * 0.5f : line.at(i);
         words[0] = line.sign(encode_e2m1(value, factor));
     } else {
 #pragma unroll
         for (int w = 0; w < 2; ++w)
-            words[w] = encode_bytes<F>(line.at(4 * w) * factor, line.at(4 * w + 1) * factor,
+            words[w] = encode_bytes<F, CAREFUL || !has_short_cut<F>>(line.at(4 * w) * factor, line.at(4 * w + 1) * factor,
                                        line.at(4 * w + 2) * factor, line.at(4 * w + 3) * factor);
     }
 }

@@ -14,23 +14,29 @@ MAX_GRID_Y = 65535
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements of X one block of threads holds; 32 x 64 a warp, so rows * columns is 16,384."""
+    """Elements of X one block of threads holds, 8 x 8 a thread, so rows * columns is 16,384."""
 
     rows: int
     columns: int
+    lanes_across: int = 8
+    """Lanes of a warp along a row: 8 (a warp covers 32 x 64) or 32 (8 x 256)."""
 
 
 SQUARE = Tile(128, 128)
 TALL = Tile(256, 64)
 """Writes 256 bytes of an FP8 column at once, which DRAM likes better; has no 128-wide blocks."""
+WIDE = Tile(64, 256, lanes_across=32)
+"""For what stays in its rows: a warp reads and writes one long run."""
 
 
 def quantize_tile(row: Format | None, column: Format | None) -> Tile:
     """The tile for a pair of formats."""
     blocks = [format.amax_block for format in (row, column) if format is not None]
-    if column is None or any(block is not None and block[1] > 64 for block in blocks):
+    if any(block is not None and block[1] > 64 for block in blocks):
         return SQUARE
-    return SQUARE
+    if column is not None and column.storage.element.stored_bits > 8:
+        return SQUARE
+    return TALL
 
 
 def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
@@ -43,7 +49,12 @@ def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
 def quantize_shared_bytes(tile: Tile, column: Format | None) -> int:
     """`Shared` of quantize.cu: staged columns, two tables, partial amaxes, factors."""
     stage = 16 if column is None else tile.columns * tile.rows * column.storage.element.stored_bits // 8
-    return stage + 2 * 128 * 4 + 2 * 4 * 128 * 4 + 2 * 128 * 4
+    return stage + 2 * (128 * 4 + 16) + 2 * 4 * 128 * 4 + 2 * 128 * 4
+
+
+def dequantize_tile(storage: Storage, transposed: bool) -> Tile:
+    """The tile over the values a part decodes to."""
+    return SQUARE if transposed else WIDE
 
 
 def dequantize_shared_bytes(tile: Tile, storage: Storage, transposed: bool) -> int:
@@ -57,6 +68,4 @@ def min_blocks(dtype: str, aligned: bool, shared_bytes: int) -> int:
     4 (64 registers) where the patch is packed; 2 (128) for float32, whose patch alone takes 64, and where rows are
     not aligned. Shared memory beyond about 160 KiB in use takes L1 lines from the loads.
     """
-    if dtype == "float32" or not aligned or shared_bytes > 40 << 10:
-        return 2
-    return 3 if shared_bytes > 24 << 10 else 4
+    return 2 if dtype == "float32" or not aligned or shared_bytes > 24 << 10 else 4

@@ -15,6 +15,9 @@ HQ_FN u32 permute(u32 a, u32 b, u32 selector) {
 template <class A, class B> struct same { static constexpr bool value = false; };
 template <class A> struct same<A, A> { static constexpr bool value = true; };
 
+template <bool CONDITION, class A, class B> struct choose { typedef A type; };
+template <class A, class B> struct choose<false, A, B> { typedef B type; };
+
 HQ_FN u32 lows(u32 a, u32 b) { return permute(a, b, 0x5410); }   // (a.lo, b.lo)
 HQ_FN u32 highs(u32 a, u32 b) { return permute(a, b, 0x7632); }  // (a.hi, b.hi)
 
@@ -87,11 +90,12 @@ struct Lines {
         if constexpr (In::size == 2) best = bits_of(max_abs<NAN_WINS>(In::low(best), In::high(best)));
         return best & 0x7FFFFFFFu;
     }
-    // Line i as float32 bits without sign.
-    HQ_FN u32 at(int i) const {
-        if constexpr (In::size == 2) return bits_of(i & 1 ? In::high(reg[i / 2]) : In::low(reg[i / 2])) & 0x7FFFFFFFu;
-        else return reg[i] & 0x7FFFFFFFu;
+    // Line i as a float whose sign is garbage, and as float32 bits without it.
+    HQ_FN float signed_at(int i) const {
+        if constexpr (In::size == 2) return i & 1 ? In::high(reg[i / 2]) : In::low(reg[i / 2]);
+        else return float_of(reg[i]);
     }
+    HQ_FN u32 at(int i) const { return bits_of(signed_at(i)) & 0x7FFFFFFFu; }
 };
 
 template <class In>

@@ -35,11 +35,20 @@ template <class F> constexpr bool square = F::block_rows > 1;
 template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
+// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal.
+template <class A, class B>
+HQ_FN constexpr bool same_table() {
+    if constexpr (A::scaling == TWO_LEVEL && B::scaling == TWO_LEVEL)
+        return A::bound == B::bound && same<typename A::Element, typename B::Element>::value;
+    else return true;
+}
+constexpr bool SAME_TABLE = same_table<Row, Column>();
+
 struct Shared {
     alignas(16) u8 stage[Column::present ? TILE_COLUMNS * line_bytes<Column> : 16];
-    float table[2][128];
-    u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
-    float factor[2][128];
+    Table table[Row::scaling == TWO_LEVEL && Column::scaling == TWO_LEVEL && !SAME_TABLE ? 2 : 1];
+    alignas(16) u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
+    alignas(16) float factor[2][128];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch reserves too little shared memory");
 
@@ -169,13 +178,13 @@ struct Sink {
     }
 };
 
-template <class F, int DOWN, bool HALVE = false, class Scales>
+template <class F, int DOWN, bool CAREFUL = false, class Scales>
 HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         u32 w[Sink<F, DOWN>::words];
-        if constexpr (DOWN) encode_line<F, Input, HALVE>(ColumnOf<Input>{patch, i}, scales.at(i), w);
-        else encode_line<F, Input, HALVE>(RowOf<Input>{patch, i}, scales.at(i), w);
+        if constexpr (DOWN) encode_line<F, Input, CAREFUL>(ColumnOf<Input>{patch, i}, scales.at(i), w);
+        else encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), w);
         sink.put(p, i, w);
     }
 }
@@ -223,15 +232,15 @@ struct TileFactors {  // 8 lines' factors out of shared memory
 
 // Scales and codes of one direction.
 template <class F, int DOWN>
-HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared, const Global& g) {
+HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
     const Sink<F, DOWN> sink(a, out, p, shared);
     if constexpr (in_lanes<F>) {
         Lines<Input> lines = block_amax<F, DOWN>(patch);
         if constexpr (square<F>) square_amax<F, DOWN>(lines);
-        const auto scales = scale_lines<F, Input>(lines, g, shared.table[DOWN]);
+        const auto scales = scale_lines<F, Input>(lines, &shared.table[DOWN && !SAME_TABLE]);
         store_bytes<F, DOWN>(scales, a, out, p);
         if constexpr (LineScales<F, Input>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
-        else if (F::scaling == TWO_LEVEL && g.halve) encode_lines<F, DOWN, true>(patch, scales, sink, p);
+        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, scales, sink, p);
         else encode_lines<F, DOWN>(patch, scales, sink, p);
         zero_lines<F, DOWN>(scales.nan, sink, p);
     } else if constexpr (in_tile<F>) {
@@ -246,17 +255,14 @@ HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const O
 
 // What one thread of the grid writes for the whole matrix.
 template <class F>
-HQ_FN void store_scalars(const Arguments& a, const Output& out, const Global& g) {
-    if constexpr (F::scaling == TWO_LEVEL) {
-        *out.global_scale = g.decode_scale;
-        if (out.amax) *out.amax = *a.whole;
-    }
+HQ_FN void store_scalars(const Arguments& a, const Output& out) {
+    if constexpr (F::scaling == TWO_LEVEL) *out.global_scale = global_of<F>(*a.whole).decode_scale;
     if constexpr (F::scaling == RECIPROCAL && F::block_columns == 0) {
         const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
         for (i64 i = 0; i < out.scale_pitch; ++i)
             reinterpret_cast<float*>(out.scales)[i] = i == 0 ? divide(1.0f, factor) : 0.0f;
-        if (out.amax) *out.amax = *a.whole;
     }
+    if (out.amax) *out.amax = *a.whole;
 }
 
 // The staged columns to global memory, 16 bytes a lane, neighbours along a column.
@@ -282,22 +288,20 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
     if (a.noop && *a.noop) return;
 
-    const Global row_global = global_of<Row>(a.whole), column_global = global_of<Column>(a.whole);
     if (first_thread()) {
-        if constexpr (Row::present) store_scalars<Row>(a, a.row, row_global);
-        if constexpr (Column::present) store_scalars<Column>(a, a.column, column_global);
+        if constexpr (Row::present) store_scalars<Row>(a, a.row);
+        if constexpr (Column::present) store_scalars<Column>(a, a.column);
     }
     Place p;
     if (!locate(p, a.m, a.reversed)) return;
-
-    Patch<Input> patch;
+    Patch<Input> patch;  // its loads are under way while the table is made
     patch.load<ALIGNED>(a.values + p.row0 * a.row_bytes + p.column0 * Input::size, a.row_bytes,
                         count_of(a.m, p.row0, 8), count_of(a.k, p.column0, 16));
-
-    if constexpr (Row::scaling == TWO_LEVEL)
-        if (threadIdx.x < 128) shared.table[0][threadIdx.x] = table_entry<Row>(threadIdx.x, row_global);
-    if constexpr (Column::scaling == TWO_LEVEL)
-        if (threadIdx.x >= 128) shared.table[1][threadIdx.x - 128] = table_entry<Column>(threadIdx.x - 128, column_global);
+    if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL) {
+        typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
+        shared.table[0].fill<First>(threadIdx.x, *a.whole);
+        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, *a.whole);
+    }
     if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
     if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);
     if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL || in_tile<Row> || in_tile<Column>) __syncthreads();
@@ -308,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     // Run-time branches keep the two directions in separate basic blocks: without them ptxas shares the unpacked
     // patch between them and spills.
     if constexpr (Row::present)
-        if (a.row.codes) quantize_lines<Row, 0>(patch, a, a.row, p, shared, row_global);
+        if (a.row.codes) quantize_lines<Row, 0>(patch, a, a.row, p, shared);
     if constexpr (Column::present) {
-        if (a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared, column_global);
+        if (a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared);
         __syncthreads();
         store_columns<Column>(a, p, shared);
     }

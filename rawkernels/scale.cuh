@@ -6,28 +6,32 @@ namespace hq {
 
 // What a format with a global scale needs of the whole matrix.
 struct Global {
-    float encode_scale = 1.0f;  // S_enc
-    float decode_scale = 1.0f;  // S_dec
-    bool halve = false;         // half of an encode factor would be subnormal and lose a bit
+    float decode_scale;  // S_dec
+    float sixth;         // RN(S_enc / 6)
+    bool halve;          // half of an encode factor would be subnormal and lose a bit
 };
 
 template <class F>
-HQ_FN Global global_of(const float* whole) {
-    Global g;
-    if constexpr (F::scaling == TWO_LEVEL) {
-        g.encode_scale = global_encode_scale(*whole, F::bound * float_of(F::Element::max_bits));
-        g.decode_scale = divide(1.0f, g.encode_scale);
-        g.halve = g.decode_scale > 0x1p115f;
-    }
-    return g;
+HQ_FN Global global_of(float whole) {
+    const float encode_scale = global_encode_scale(whole, F::bound * float_of(F::Element::max_bits));
+    const float decode_scale = divide(1.0f, encode_scale);
+    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f};
 }
 
 // Factor of each E4M3 scale byte without sign: 128 divisions a block of threads instead of one a line.
-template <class F>
-HQ_FN float table_entry(u32 stored, const Global& g) {
-    const float factor = two_level_factor(stored, g.decode_scale);
-    return g.halve ? factor : prepare_factor<F>(factor);
-}
+struct alignas(16) Table {
+    float factor[128];
+    Global global;
+
+    template <class F>
+    HQ_FN void fill(int thread, float whole) {
+        if (thread >= 128) return;
+        const Global g = global_of<F>(whole);
+        const float whole_factor = two_level_factor(float_of_e4m3(thread), g.decode_scale);
+        factor[thread] = g.halve ? whole_factor : prepare_factor<F>(whole_factor);
+        if (thread == 0) global = g;
+    }
+};
 
 template <class F, class In>
 struct LineScales {
@@ -35,13 +39,13 @@ struct LineScales {
     u32 factor[packed ? 4 : 8];  // pairs of bf16, or prepared float32
     u32 stored[2];               // 8 bytes
     u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero
+    bool careful = false;        // encode_line must not take its short cut
 
     HQ_FN float at(int i) const {
         if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
         else return float_of(factor[i]);
     }
     HQ_FN u32 byte(int i) const { return (stored[i / 4] >> (8 * (i & 3))) & 255; }
-    HQ_FN void set(int i, u32 byte) { stored[i / 4] = (stored[i / 4] & ~(255u << (8 * (i & 3)))) | byte << (8 * (i & 3)); }
 };
 
 // E8M0 on pairs of bf16, half a register a line: the exponent field moves by the carry of the rounding rule.
@@ -72,6 +76,7 @@ HQ_FN void scale_pairs(const Lines<In>& amax, LineScales<F, In>& scales) {
         field[p] = (field[p] & ~(inf | nan)) | (inf & 0x00FE00FEu) | (E::has_nan ? 0 : nan & 0x00FF00FFu);
         if (!E::has_nan) scales.nan |= ((nan & 1) | (nan >> 15 & 2)) << (2 * p);
     }
+    scales.careful = true;
     scales.stored[0] = permute(field[0], field[1], 0x6420);
     scales.stored[1] = permute(field[2], field[3], 0x6420);
 }
@@ -84,7 +89,7 @@ HQ_FN u32 power_of_two_byte(u32 amax) {
 }
 
 template <class F, class In>
-HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Global& g, const float* table) {
+HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Table* table) {
     LineScales<F, In> scales;
     if constexpr (LineScales<F, In>::packed) {
         scale_pairs<F, In>(amax, scales);
@@ -95,20 +100,22 @@ HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Global& g, cons
             const u32 byte = power_of_two_byte<F>(amax.at(i));
             scales.stored[i / 4] |= byte << (8 * (i & 3));
             if (!F::Element::has_nan && byte == 255) scales.nan |= 1u << i;
+            scales.careful |= byte >= 254;
             scales.factor[i] = bits_of(prepare_factor<F>(float_of(power_of_two_factor(byte))));
         }
     } else if constexpr (F::scaling == TWO_LEVEL) {
-        const float sixth = g.encode_scale * float_of(SIXTH_BITS);
+        const float sixth = table->global.sixth;
+        scales.careful = table->global.halve;
 #pragma unroll
         for (int w = 0; w < 2; ++w)
-            scales.stored[w] = convert_fp8x2<3>(float_of(amax.at(4 * w)) * sixth, float_of(amax.at(4 * w + 1)) * sixth) |
-                               convert_fp8x2<3>(float_of(amax.at(4 * w + 2)) * sixth, float_of(amax.at(4 * w + 3)) * sixth) << 16;
+            scales.stored[w] = convert_fp8x2<3>(fabsf(amax.signed_at(4 * w)) * sixth, fabsf(amax.signed_at(4 * w + 1)) * sixth) |
+                               convert_fp8x2<3>(fabsf(amax.signed_at(4 * w + 2)) * sixth, fabsf(amax.signed_at(4 * w + 3)) * sixth) << 16;
         if (((scales.stored[0] + 0x01010101u) | (scales.stored[1] + 0x01010101u)) & 0x80808080u) {  // a byte 0x7F: rare
 #pragma unroll
             for (int i = 0; i < 8; ++i) scales.nan |= u32(scales.byte(i) == 0x7F) << i;
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(table[scales.byte(i)]);
+        for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(table->factor[scales.byte(i)]);
     }
     return scales;
 }

@@ -1,12 +1,14 @@
-// Tiles: which 8 x 8 patch of X a thread holds. 256 threads, a warp 32 x 64, a tile TILE_ROWS x TILE_COLUMNS.
+// Tiles: which 8 x 8 patch of X a thread holds. 256 threads a tile of TILE_ROWS x TILE_COLUMNS; LANES_ACROSS lanes of a
+// warp lie along a row, so a warp covers 32 x 64 (8 lanes), or 8 x 256 (32).
 #pragma once
 #include "input.cuh"
 
 namespace hq {
 
 constexpr int THREADS = 256;
-constexpr int WARPS_ACROSS = TILE_COLUMNS / 64, WARPS_DOWN = TILE_ROWS / 32;
-static_assert(WARPS_ACROSS * WARPS_DOWN * 32 == THREADS, "a warp covers 32 x 64 elements");
+constexpr int LANES_DOWN = 32 / LANES_ACROSS;
+constexpr int WARPS_ACROSS = TILE_COLUMNS / (8 * LANES_ACROSS), WARPS_DOWN = TILE_ROWS / (8 * LANES_DOWN);
+static_assert(WARPS_ACROSS * WARPS_DOWN * 32 == THREADS, "256 threads cover a tile, 8 x 8 elements each");
 
 HQ_FN i64 round_up(i64 n, i64 multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -28,9 +30,9 @@ struct Direction {
     template <class A> static HQ_FN i64 length(const A& a) { return DOWN ? a.m : a.k; }
     static HQ_FN int lane(const Place& p) { return DOWN ? p.ty : p.tx; }
     static HQ_FN int across_lane(const Place& p) { return DOWN ? p.tx : p.ty; }
-    static constexpr int step = DOWN ? 8 : 1;         // lane number to the next patch along the line
-    static constexpr int other_step = DOWN ? 1 : 8;   // to the next patch across lines
-    static constexpr int lanes = DOWN ? 4 : 8;        // patches of a warp along a line
+    static constexpr int step = DOWN ? LANES_ACROSS : 1;        // lane number to the next patch along the line
+    static constexpr int other_step = DOWN ? 1 : LANES_ACROSS;  // to the next patch across lines
+    static constexpr int lanes = DOWN ? LANES_DOWN : LANES_ACROSS;  // patches of a warp along a line
     static constexpr int warps = DOWN ? WARPS_DOWN : WARPS_ACROSS;
     static HQ_FN int warp(const Place& p) { return DOWN ? p.down : p.across; }
 };
@@ -39,8 +41,8 @@ struct Direction {
 HQ_FN bool locate(Place& p, i64 m, bool reversed) {
     const int lane = threadIdx.x & 31;
     p.warp = threadIdx.x / 32; p.across = p.warp % WARPS_ACROSS; p.down = p.warp / WARPS_ACROSS;
-    p.tx = lane & 7; p.ty = lane / 8;
-    p.row = p.down * 32 + p.ty * 8; p.column = p.across * 64 + p.tx * 8;
+    p.tx = lane % LANES_ACROSS; p.ty = lane / LANES_ACROSS;
+    p.row = (p.down * LANES_DOWN + p.ty) * 8; p.column = (p.across * LANES_ACROSS + p.tx) * 8;
     p.tile_column = blockIdx.x;
     p.tile_row = blockIdx.y + i64(blockIdx.z) * gridDim.y;
     const i64 row_tiles = (m + TILE_ROWS - 1) / TILE_ROWS;

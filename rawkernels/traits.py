@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
 
 from . import geometry
@@ -89,33 +91,53 @@ def _float(value: float) -> str:
 
 def _tile(tile: Tile, aligned: bool, min_blocks: int) -> str:
     return (
-        f"constexpr int TILE_ROWS = {tile.rows}, TILE_COLUMNS = {tile.columns};\n"
+        f"constexpr int TILE_ROWS = {tile.rows}, TILE_COLUMNS = {tile.columns}, LANES_ACROSS = {tile.lanes_across};\n"
         f"constexpr bool ALIGNED = {_cpp(aligned)};\n#define MIN_BLOCKS {min_blocks}\n"
     )
 
 
-def quantize_source(row: Format | None, column: Format | None, dtype: str, aligned: bool) -> tuple[Source, Tile, int]:
-    """The quantize kernel of a pair for an input dtype; its tile and its bytes of shared memory."""
+@dataclass(frozen=True)
+class Launch:
+    """A specialisation and how to launch it."""
+
+    source: Source
+    tile: Tile
+    shared_bytes: int
+
+
+def quantize_launch(row: Format | None, column: Format | None, dtype: str, aligned: bool) -> Launch:
+    """The quantize kernel of a pair for an input dtype."""
     tile = geometry.quantize_tile(row, column)
     shared = geometry.quantize_shared_bytes(tile, column)
     text = (
         f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, shared))
         + f"constexpr int SHARED_BYTES = {shared};\n" + format_traits("Row", row) + format_traits("Column", column)
     )
-    return Source("quantize.cu", "hq_quantize", text), tile, shared
+    return Launch(Source("quantize.cu", "hq_quantize", text), tile, shared)
 
 
-def amax_source(dtype: str, aligned: bool) -> Source:
+def amax_launch(dtype: str, aligned: bool) -> Launch:
     """The amax kernel for an input dtype."""
-    text = f"typedef {wide(dtype)} Input;\n" + _tile(geometry.SQUARE, aligned, geometry.min_blocks(dtype, aligned, 0))
-    return Source("amax.cu", "hq_amax", text)
-
-
-def dequantize_source(storage: Storage, dtype: str, transposed: bool, aligned: bool) -> tuple[Source, int]:
-    """The dequantize kernel of a storage to an output dtype, and its bytes of shared memory."""
     tile = geometry.SQUARE
+    text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, 0))
+    return Launch(Source("amax.cu", "hq_amax", text), tile, 0)
+
+
+def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: bool) -> Launch:
+    """The dequantize kernel of a storage to an output dtype."""
+    tile = geometry.dequantize_tile(storage, transposed)
+    shared = geometry.dequantize_shared_bytes(tile, storage, transposed)
     text = (
-        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n" + _tile(tile, aligned, 2 if dtype == "float32" or storage.element.bits > 8 else 4)
+        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
+        + _tile(tile, aligned, 2 if dtype == "float32" or storage.element.bits > 16 or shared > 24 << 10 else 4)
         + f"constexpr int TRANSPOSED = {int(transposed)};\n" + storage_traits("Part", storage) + "};\n"
     )
-    return Source("dequantize.cu", "hq_dequantize", text), geometry.dequantize_shared_bytes(tile, storage, transposed)
+    return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
+
+
+def transpose_launch(storage: Storage) -> Launch:
+    """The kernel that moves the codes of a transposable format's part."""
+    tile = geometry.SQUARE
+    shared = geometry.dequantize_shared_bytes(tile, storage, True)
+    text = "typedef BFloat16 Input;\n" + _tile(tile, True, 2) + storage_traits("Part", storage) + "};\n"
+    return Launch(Source("transpose.cu", "hq_transpose", text), tile, shared)

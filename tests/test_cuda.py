@@ -134,3 +134,13 @@ def test_amax_equals_the_reference(cupy):
                 testing.assert_bitwise_equal(hq.amax(cupy.asarray(x)), hq.amax(x))
 
 
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].transposable])
+def test_moved_codes_equal_quantized_columns(cupy, name):
+    for shape in ((145, 280), (256, 128), (1, 33), (300, 17), (0, 5), (5, 0)):
+        x = testing.matrix("wide", shape, BFLOAT16)
+        expected = hq.quantize(x, rowwise=name, columnwise=name)
+        array = hq.quantize(cupy.asarray(x), rowwise=name).with_columnwise()
+        testing.assert_bitwise_equal(array.columnwise, expected.columnwise)
+        testing.assert_code_padding_is_zero(array.columnwise)

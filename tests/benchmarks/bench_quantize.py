@@ -83,16 +83,16 @@ def dequantize_case(x: cupy.ndarray, name: str, source: str) -> tuple[Callable[[
     return lambda: array.dequantize(source=source, dtype=x.dtype), x.nbytes + part_bytes(part)
 
 
-def host_us(call: Callable[[], object], count: int = 2000) -> float:
-    for _ in range(50):
-        call()
-    cupy.cuda.Device().synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    elapsed = time.perf_counter() - start
-    cupy.cuda.Device().synchronize()
-    return elapsed / count * 1e6
+def host_us(call: Callable[[], object], bursts: int = 40, count: int = 50) -> float:
+    """Median time a call keeps the host, in microseconds, in bursts that the launch queue holds."""
+    times = []
+    for _ in range(bursts):
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) / count * 1e6)
+        cupy.cuda.Device().synchronize()
+    return statistics.median(times)
 
 
 def main() -> None:

@@ -1,0 +1,143 @@
+// Transpose: grid and tiles as quantize, over a part (outer, k): its codes and scales moved to where the part of the
+// transposed matrix has them. For formats of one scale or of square blocks, which lose nothing by it.
+//
+// Generated before this text: Part (traits of the format), Input (any), TILE_ROWS = TILE_COLUMNS = 128.
+#include "tile.cuh"
+
+namespace hq {
+
+struct Side {
+    u8* codes;
+    i64 pitch;  // bytes from one line to the next
+    u8* scales;
+    i64 scale_pitch;
+    float* global_scale;
+    float* amax;
+};
+
+struct TransposeArguments {
+    Side from, to;
+    i64 m, k;  // of the part that is read
+};
+
+constexpr int WORDS = Part::stored_bits / 4;  // of 8 codes
+constexpr int LINE_BYTES = Part::stored_bits * TILE_ROWS / 8;
+constexpr int PIECE = WORDS < 4 ? WORDS : 4;
+
+// 4 x 4 bytes, a word a row, turned.
+HQ_FN void turn_bytes(u32 a, u32 b, u32 c, u32 d, u32& w, u32& x, u32& y, u32& z) {
+    const u32 ab = permute(a, b, 0x5140), cd = permute(c, d, 0x5140), AB = permute(a, b, 0x7362), CD = permute(c, d, 0x7362);
+    w = lows(ab, cd); x = highs(ab, cd); y = lows(AB, CD); z = highs(AB, CD);
+}
+
+// 8 x 8 codes, rows to columns.
+template <int BITS>
+HQ_FN void turn(const u32 (&row)[8][WORDS], u32 (&column)[8][WORDS]) {
+    if constexpr (BITS == 4) {
+        u32 even[4], odd[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            const u32 a = row[2 * p][0], b = row[2 * p + 1][0];
+            even[p] = (a & 0x0F0F0F0Fu) | (b & 0x0F0F0F0Fu) << 4;
+            odd[p] = (a >> 4 & 0x0F0F0F0Fu) | (b & 0xF0F0F0F0u);
+        }
+        turn_bytes(even[0], even[1], even[2], even[3], column[0][0], column[2][0], column[4][0], column[6][0]);
+        turn_bytes(odd[0], odd[1], odd[2], odd[3], column[1][0], column[3][0], column[5][0], column[7][0]);
+    } else if constexpr (BITS == 8) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int w = 0; w < 2; ++w)
+                turn_bytes(row[4 * h][w], row[4 * h + 1][w], row[4 * h + 2][w], row[4 * h + 3][w],
+                           column[4 * w][h], column[4 * w + 1][h], column[4 * w + 2][h], column[4 * w + 3][h]);
+    } else if constexpr (BITS == 16) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+                column[c][w] = c & 1 ? highs(row[2 * w][c / 2], row[2 * w + 1][c / 2]) : lows(row[2 * w][c / 2], row[2 * w + 1][c / 2]);
+    } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+#pragma unroll
+            for (int r = 0; r < 8; ++r) column[c][r] = row[r][c];
+    }
+}
+
+template <int N>
+HQ_FN void copy_words(void* target, const void* source) {
+    if constexpr (N == 1) *static_cast<u32*>(target) = *static_cast<const u32*>(source);
+    if constexpr (N == 2) *static_cast<uint2*>(target) = *static_cast<const uint2*>(source);
+    if constexpr (N == 4) *static_cast<uint4*>(target) = *static_cast<const uint4*>(source);
+}
+
+// What one thread of the grid moves for the whole matrix.
+template <class F>
+HQ_FN void move_scalars(const TransposeArguments& a) {
+    if (F::global_scale) *a.to.global_scale = *a.from.global_scale;
+    if (a.to.amax) *a.to.amax = *a.from.amax;
+    if constexpr (F::scale == FLOAT32 && F::one_scale)
+        for (i64 i = 0; i < a.to.scale_pitch; ++i)
+            reinterpret_cast<float*>(a.to.scales)[i] = i == 0 ? *reinterpret_cast<const float*>(a.from.scales) : 0.0f;
+}
+
+// The block scales of this tile.
+template <class F>
+HQ_FN void move_scales(const TransposeArguments& a, const Place& p) {
+    if constexpr (F::scale == FLOAT32) {
+        const float* from = reinterpret_cast<const float*>(a.from.scales);
+        float* to = reinterpret_cast<float*>(a.to.scales);
+        if constexpr (!F::one_scale) {  // one of 128 x 128; the last row of tiles writes the padding
+            const i64 at = p.tile_row + threadIdx.x, blocks = round_up(a.m, 128) / 128;
+            if (threadIdx.x < 4 && at < a.to.scale_pitch && (threadIdx.x == 0 || p.tile_row == blocks - 1))
+                to[p.tile_column * a.to.scale_pitch + at] = threadIdx.x == 0 ? from[p.tile_row * a.from.scale_pitch + p.tile_column] : 0.0f;
+        }
+    } else if constexpr (F::scale != NO_SCALE) {  // bytes of 16 x 16, stored for each of 16 lines
+        const i64 block = p.tile_row * 8 + threadIdx.x / 32, line = p.tile_column * 128 + threadIdx.x % 32 * 4;
+        if (block * 16 < a.m && line < a.to.scale_pitch) {
+            const u32 byte = line < a.k ? a.from.scales[line / 16 * a.from.scale_pitch + block * 16] : 0;
+            u32 four = byte * 0x01010101u;
+            if (line + 4 > a.k && line < a.k) four &= 0xFFFFFFFFu >> (8 * (line + 4 - a.k));
+            *reinterpret_cast<u32*>(a.to.scales + block * a.to.scale_pitch + line) = four;
+        }
+    }
+}
+
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_transpose(const __grid_constant__ hq::TransposeArguments a) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 stage[];
+    if (first_thread()) move_scalars<Part>(a);
+    Place p;
+    if (!locate(p, a.m, false)) return;
+    move_scales<Part>(a, p);
+    alignas(16) u32 row[8][WORDS], column[8][WORDS];
+    const i64 first_byte = p.column0 * WORDS / 2, rows = round_up(a.m, 16) - p.row0;
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+#pragma unroll
+        for (int w = 0; w < WORDS; w += PIECE) {
+            const bool there = r < rows && first_byte + 4 * w < a.from.pitch;
+            if (there) copy_words<PIECE>(row[r] + w, a.from.codes + (p.row0 + r) * a.from.pitch + first_byte + 4 * w);
+            else
+#pragma unroll
+                for (int n = 0; n < PIECE; ++n) row[r][w + n] = 0;
+        }
+    turn<Part::stored_bits>(row, column);
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+#pragma unroll
+        for (int w = 0; w < WORDS; w += PIECE)
+            copy_words<PIECE>(stage + staged(p.column + c, p.row * LINE_BYTES / TILE_ROWS + 4 * w, LINE_BYTES), column[c] + w);
+    __syncthreads();
+    constexpr int chunks = LINE_BYTES / 16;
+    const i64 first = p.tile_row * LINE_BYTES, lines = round_up(a.k, 16) - p.tile_column * TILE_COLUMNS;
+    u8* target = a.to.codes + p.tile_column * TILE_COLUMNS * a.to.pitch + first;
+#pragma unroll
+    for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
+        const int index = n * THREADS + threadIdx.x, line = index / chunks, byte = index % chunks * 16;
+        if (line < lines && first + byte < a.to.pitch)
+            copy_words<4>(target + line * a.to.pitch + byte, stage + staged(line, byte, LINE_BYTES));
+    }
+}
