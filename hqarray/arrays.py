@@ -288,8 +288,9 @@ class HybridArray:
             )
         if self.derived is not None and self.derived not in DIRECTIONS:
             raise ValueError(f"derived={self.derived!r} is not one of {DIRECTIONS}")
-        if not isinstance(self.dtype, np.dtype):
-            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        dtype: Any = self.dtype
+        if not isinstance(dtype, np.dtype):
+            object.__setattr__(self, "dtype", np.dtype(dtype))
         if self.shape == matrix:
             return
         shape = matrix if self.shape is None else tuple(int(n) for n in self.shape)

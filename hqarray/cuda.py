@@ -210,7 +210,8 @@ def requantize_parts(
 
 
 def _is_aligned(values: Array) -> bool:
-    return (values.data.ptr | values.strides[0]) % 16 == 0
+    both: int = values.data.ptr | values.strides[0]
+    return both % 16 == 0
 
 
 def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:

@@ -23,7 +23,7 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.floa
 
 def _array(values: Any, what: str) -> Array:
     """The values as a NumPy or CuPy array of a dtype we read."""
-    if _backend_of_type(type(values)) is None:
+    if _backend_of_type(values.__class__) is None:
         if not hasattr(values, "__dlpack__"):
             raise TypeError(
                 f"{what} is {type(values).__name__}; pass a NumPy or CuPy array, or one that offers DLPack"
@@ -56,7 +56,7 @@ def _backend_of_type(kind: type) -> ModuleType | None:
 
 
 def _backend(array: Array) -> ModuleType:
-    backend = _backend_of_type(type(array))
+    backend = _backend_of_type(array.__class__)
     assert backend is not None
     return backend
 

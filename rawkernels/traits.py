@@ -43,7 +43,8 @@ def storage_traits(name: str, storage: Storage) -> str:
     typedef {_element(element)} Element;
     typedef {_WIDE.get(element.name, "Float32")} Wide;
     static constexpr int bits = {element.bits}, stored_bits = {element.stored_bits};
-    static constexpr bool hardware_fp8 = {_cpp(facts in _FP8_CONVERSIONS)}, hardware_fp6 = {_cpp(facts in _FP6_CONVERSIONS)};
+    static constexpr bool hardware_fp8 = {_cpp(facts in _FP8_CONVERSIONS)};
+    static constexpr bool hardware_fp6 = {_cpp(facts in _FP6_CONVERSIONS)};
     static constexpr int scale = {_SCALES[storage.scale]};
     static constexpr bool one_scale = {_cpp(storage.block is None)};
     static constexpr int scale_rows = {block[0]}, scale_columns = {block[1]};
@@ -56,7 +57,8 @@ def format_traits(name: str, format: Format | None) -> str:
     if format is None:
         return (
             f"struct {name} {{ static constexpr bool present = false; static constexpr int stored_bits = 8, bits = 8, "
-            f"scaling = NO_SCALING, block_rows = 0, block_columns = 0; typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
+            f"scaling = NO_SCALING, block_rows = 0, block_columns = 0; "
+            f"typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
         )
     rule = format.scaling
     block = format.amax_block or (0, 0)

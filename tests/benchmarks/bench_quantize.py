@@ -13,6 +13,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from math import prod
 
 import cupy
@@ -34,7 +36,7 @@ def median_us(launch: Callable[[], object], count: int) -> float:
         launch()
         event.record()
     events[-1].synchronize()
-    times = [cupy.cuda.get_elapsed_time(a, b) * 1e3 for a, b in zip(events, events[1:], strict=False)]
+    times = [cupy.cuda.get_elapsed_time(a, b) * 1e3 for a, b in pairwise(events)]
     return statistics.median(times)
 
 
@@ -68,7 +70,9 @@ def part_bytes(part: hq.QuantizedArray) -> int:
     return int(part.codes.nbytes + part.scales.nbytes)
 
 
-def quantize_case(x: cupy.ndarray, row: str | None, column: str | None, given: bool) -> tuple[Callable[[], object], int]:
+def quantize_case(
+    x: cupy.ndarray, row: str | None, column: str | None, given: bool
+) -> tuple[Callable[[], object], int]:
     array = hq.quantize(x, rowwise=row, columnwise=column)
     measures = any(part.format.measures_amax for _, part in array.parts())
     amax = hq.amax(x) if measures and given else None
@@ -115,7 +119,8 @@ def main() -> None:
         launch, nbytes = case
         time_us, ratio = against_copy(launch, nbytes, copy, rounds, count)
         results.append({"case": label, "shape": shape, "us": time_us, "bytes": nbytes, "ratio": ratio})
-        print(f"{shape[0]}x{shape[1]}  {label:62} {time_us:8.1f} us  {nbytes / time_us / 1e6:5.2f} TB/s  {ratio:6.3f}", flush=True)
+        rate = f"{time_us:8.1f} us  {nbytes / time_us / 1e6:5.2f} TB/s"
+        print(f"{shape[0]}x{shape[1]}  {label:62} {rate}  {ratio:6.3f}", flush=True)
 
     for size in options.sizes:
         shape = (size - options.less[0], size - options.less[1])
@@ -139,7 +144,7 @@ def main() -> None:
     small = generator.standard_normal((256, 256), dtype=np.float32).astype(DTYPES[options.dtype])
     for name in ("mxfp8", "nvfp4", "fp8_e4m3"):
         for columnwise in (None, name):
-            host = host_us(lambda name=name, columnwise=columnwise: hq.quantize(small, rowwise=name, columnwise=columnwise))
+            host = host_us(partial(hq.quantize, small, rowwise=name, columnwise=columnwise))
             results.append({"case": f"host time of quantize {name} / {columnwise or '-'}, 256x256", "us": host})
             print(f"host time of quantize {name} / {columnwise or '-'}, 256x256: {host:.1f} us")
     if options.json:
