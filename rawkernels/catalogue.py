@@ -1,0 +1,103 @@
+"""Every kernel of the table of formats: what to compile without a GPU, and what each may take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hqarray.formats import FORMATS, Format, Storage
+
+from . import loader, traits
+from .loader import Resources
+
+ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Bytes of spill stores a main kernel may have, and why they do no harm."""
+
+    most: int
+    reason: str
+
+
+ALLOWED_SPILLS: dict[tuple[str, str], Spill] = {}
+"""By name and architecture. A main kernel that is not here may spill nothing."""
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """One kernel to compile."""
+
+    name: str
+    source: loader.Source
+    main: bool
+    """Whether speed is promised for it, so that a spill is an error."""
+
+    def excess(self, arch: str, used: Resources) -> int:
+        """Bytes spilled beyond what is allowed; 0 for kernels that are not main ones."""
+        allowed = ALLOWED_SPILLS.get((self.name, arch), Spill(0, "")).most
+        return max(0, used.spill_stores - allowed, used.spill_loads - allowed) if self.main else 0
+
+
+def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
+    """Every kernel: each format alone in both directions and with itself, or with every other."""
+    formats: list[tuple[str, Format]] = list(FORMATS.items())
+    storages: dict[Storage, str] = {}
+    for name, format in formats:
+        storages.setdefault(format.storage, name)
+    for storage in {format.storage: None for _, format in formats if format.transposable}:
+        yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
+    for dtype in dtypes:
+        for aligned in (True, False):
+            main = dtype == "bfloat16" and aligned
+            suffix = f"{dtype}{'' if aligned else ' unaligned'}"
+            yield Specialisation(f"amax {suffix}", traits.amax_launch(dtype, aligned).source, main)
+            for name, row in formats:
+                others: list[tuple[str, Format | None]] = [*formats] if pairs else [(name, row)]
+                for other, column in [("-", None), *others]:
+                    source = traits.quantize_launch(row, column, dtype, aligned).source
+                    yield Specialisation(f"quantize {name} / {other} {suffix}", source, main and other in ("-", name))
+                source = traits.quantize_launch(None, row, dtype, aligned).source
+                yield Specialisation(f"quantize - / {name} {suffix}", source, main)
+            for storage, name in storages.items():
+                for transposed in (False, True):
+                    source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
+                    yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _resources(job: tuple[loader.Source, str]) -> Resources:
+    return loader.resources(loader.compile_cubin(*job)[1])
+
+
+def _keep(job: tuple[loader.Source, str]) -> Path:
+    return loader.cubin_path(*job)
+
+
+def _processes(jobs: int | None) -> ProcessPoolExecutor:
+    """Processes, not threads: NVRTC compiles one kernel at a time in each."""
+    return ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"))
+
+
+def compile_all(
+    kernels: list[Specialisation], arches: Iterable[str], jobs: int | None = None
+) -> Iterator[tuple[Specialisation, dict[str, Resources]]]:
+    """Each kernel with what it takes on each architecture."""
+    arches = list(arches)
+    work = [(kernel.source, arch) for kernel in kernels for arch in arches]
+    with _processes(jobs) as pool:
+        used = pool.map(_resources, work, chunksize=8)
+        for kernel in kernels:
+            yield kernel, {arch: next(used) for arch in arches}
+
+
+def fill_cache(kernels: list[Specialisation], arches: Iterable[str], jobs: int | None = None) -> int:
+    """Compile what the cache lacks; how many kernels it then holds."""
+    work = [(kernel.source, arch) for arch in arches for kernel in kernels]
+    with _processes(jobs) as pool:
+        return len(set(pool.map(_keep, work, chunksize=8)))
