@@ -91,6 +91,7 @@ HQ_FN u32 power_of_two_scale(u32 amax) {
     constexpr u32 carry = ROUNDING == UP ? 0x7FFFFFu - top : ROUNDING == FLOOR ? 0u : 1u << (22 - E::mantissa_bits);
     int byte = int((amax + carry) >> 23) - E::max_exponent;
     byte = byte < 0 ? 0 : byte;
+    if (E::max_exponent == 0 && byte == 255) byte = 254;  // the scale that saturates: 2^128 is none
     return amax >= INF_BITS ? 254u : u32(byte);
 }
 
