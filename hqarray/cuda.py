@@ -121,13 +121,13 @@ class _Part:
     format: Format
     shape: tuple[int, int]
     layout: PartLayout
-    pitch: int
+    pitch16: int
     has_amax: bool
 
     @staticmethod
     def of(format: Format, shape: tuple[int, int]) -> _Part:
         layout = part_layout(format.storage, shape)
-        return _Part(format, shape, layout, layout.codes.pitch * layout.codes.itemsize, format.measures_amax)
+        return _Part(format, shape, layout, layout.codes.pitch * layout.codes.itemsize // 16, format.measures_amax)
 
     def empty(self, has_amax: bool) -> QuantizedArray:
         """A part in one allocation whose bytes are all written by the kernel that makes it."""
@@ -233,7 +233,7 @@ def _output(plan: _Part | None, part: QuantizedArray | None) -> tuple[int, int, 
         return _NO_OUTPUT
     layout, base = plan.layout, part.buffers.memory.ptr  # type: ignore[union-attr]
     amax_pointer = base + layout.amax_offset if part.buffers.has_amax else 0  # type: ignore[union-attr]
-    return (base, plan.pitch, base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset,
+    return (base, plan.pitch16, base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset,
             amax_pointer)
 
 

@@ -17,10 +17,9 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_amax(co
     __shared__ u32 partial[THREADS / 32];
     if (a.noop && *a.noop) return;
     Place p;
-    if (!locate(p, a.m, false)) return;
+    if (!locate(p, a.m, a.k, false)) return;
     Patch<Input> patch;
-    patch.load<ALIGNED>(a.values + p.row0 * a.row_bytes + p.column0 * Input::size, a.row_bytes,
-                        count_of(a.m, p.row0, 8), count_of(a.k, p.column0, 16));
+    load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
     u32 best = column_amax<false>(patch).template whole<false>();
     best = best > INF_BITS ? 0 : best;
     best = __reduce_max_sync(~0u, best);

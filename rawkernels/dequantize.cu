@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
     extern __shared__ __align__(16) u8 stage[];
     typedef Direction<TRANSPOSED> D;
     Place p;
-    if (!locate(p, a.m, false)) return;
+    if (!locate(p, a.m, a.k, false)) return;
     const float global_scale = Part::global_scale ? *a.global_scale : 1.0f;
     const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 8);
     char* target = a.values + p.row0 * a.row_bytes + p.column0 * Output::size;

@@ -185,6 +185,7 @@ HQ_FN void narrow(const float (&value)[8], u32* words) {
 template <class In> struct RowOf {
     const Patch<In>& patch; int line;
     HQ_FN float at(int i) const { return patch.at(line, i); }
+    HQ_FN float magnitude_at(int i) const { return patch.magnitude_at(line, i); }
     HQ_FN u32 sign(u32 codes) const { return sign_row(codes, patch, line); }
     HQ_FN void copy(u32* words) const {
 #pragma unroll
@@ -195,6 +196,7 @@ template <class In> struct RowOf {
 template <class In> struct ColumnOf {
     const Patch<In>& patch; int line;
     HQ_FN float at(int i) const { return patch.at(i, line); }
+    HQ_FN float magnitude_at(int i) const { return patch.magnitude_at(i, line); }
     HQ_FN u32 sign(u32 codes) const { return sign_column(codes, patch, line); }
     HQ_FN void copy(u32* words) const {
 #pragma unroll
@@ -218,10 +220,10 @@ HQ_FN float prepare_factor(float factor) {
 template <class F>
 constexpr bool has_short_cut = (F::scaling == TWO_LEVEL && F::bits == 4) || (F::hardware_fp6 && F::rounding == UP);
 
-// 8 values of a line, times its prepared factor, to words. CAREFUL: a two-level FP4 factor is whole, so its values are
-// halved; 6-bit values are clamped.
+// 8 values of a line, times its prepared factor, to words. CAREFUL: two-level FP4 values are multiplied with `before`
+// and their neighbours may be Inf; 6-bit values are clamped.
 template <class F, class In, bool CAREFUL, class Line>
-HQ_FN void encode_line(const Line& line, float factor, u32* words) {
+HQ_FN void encode_line(const Line& line, float factor, float before, u32* words) {
     if constexpr (F::bits >= 16) {
         if constexpr (same<typename F::Wide, In>::value) line.copy(words);
         else {
@@ -233,7 +235,7 @@ HQ_FN void encode_line(const Line& line, float factor, u32* words) {
     } else if constexpr (F::bits == 4) {
         float value[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = CAREFUL && F::scaling == TWO_LEVEL ? line.at(i) * 0.5f : line.at(i);
+        for (int i = 0; i < 8; ++i) value[i] = F::scaling != TWO_LEVEL ? line.at(i) : CAREFUL ? line.at(i) * before : line.magnitude_at(i);
         words[0] = line.sign(encode_e2m1(value, factor));
     } else {
 #pragma unroll

@@ -69,3 +69,15 @@ def min_blocks(dtype: str, aligned: bool, shared_bytes: int) -> int:
     not aligned. Shared memory beyond about 160 KiB in use takes L1 lines from the loads.
     """
     return 2 if dtype == "float32" or not aligned or shared_bytes > 24 << 10 else 4
+
+
+def decode_tile() -> Tile:
+    """The tile of the decode kernel, which stays in its rows."""
+    return WIDE
+
+
+FINISH_TILE = Tile(8, 1024)
+"""What a block of the finishing kernel writes: 4 columns a thread."""
+
+SCALE_TILE = Tile(128, 8)
+"""Scales (lines x blocks) that a block of the tiling kernel moves."""

@@ -39,6 +39,12 @@ struct BFloat16 {
     template <bool NAN_WINS> static HQ_FN u32 max_abs2(u32 a, u32 b) { u32 d; HQ_MAX_ABS2("bf16x2") return d; }
     static HQ_FN float low(u32 pair) { return float_of(pair << 16); }
     static HQ_FN float high(u32 pair) { return float_of(pair & 0xFFFF0000u); }
+    // The same on the FMA pipe, where the other half is finite: x * (0, 1) + (0, 0).
+    static HQ_FN float high_beside_finite(u32 pair) {
+        u32 d;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(0x3F800000u), "r"(0u));
+        return float_of(d);
+    }
 };
 
 struct Float16 {
@@ -108,35 +114,39 @@ struct Patch {
         else return column & 1 ? In::high(word[row][column / 2]) : In::low(word[row][column / 2]);
     }
 
+    // The same up to the sign of zero, cheaper where the neighbour in its word is finite.
+    HQ_FN float magnitude_at(int row, int column) const {
+        if constexpr (same<In, BFloat16>::value)
+            if (column & 1) return BFloat16::high_beside_finite(word[row][column / 2]);
+        return at(row, column);
+    }
+
     // rows: how many of the 8 exist; columns: likewise. What does not exist is zero.
     // ALIGNED: every row starts on 16 bytes. Otherwise rows start anywhere on an element.
     template <bool ALIGNED>
     HQ_FN void load(const char* first, i64 row_bytes, int rows, int columns) {
-        if (ALIGNED && rows >= 8 && columns >= 8) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) load_row(word[i], first + i * row_bytes);
-            return;
-        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const char* source = first + i * row_bytes;
 #pragma unroll
             for (int w = 0; w < words; ++w) word[i][w] = 0;
             if (i >= rows || columns <= 0) continue;
-            if (ALIGNED && columns >= 8) load_row(word[i], source);
+            if (ALIGNED && columns >= 8) load_row(i, source);
             else if (!ALIGNED && In::size == 2 && columns >= 16) load_shifted(word[i], source);
             else load_elements(word[i], source, columns);
         }
     }
 
-  private:
-    static HQ_FN void load_row(u32* target, const char* source) {
+    // 8 elements of row i, on 16 bytes.
+    HQ_FN void load_row(int i, const char* source) {
 #pragma unroll
         for (int v = 0; v < words / 4; ++v) {
             const uint4 four = __ldg(reinterpret_cast<const uint4*>(source) + v);
-            target[4 * v] = four.x; target[4 * v + 1] = four.y; target[4 * v + 2] = four.z; target[4 * v + 3] = four.w;
+            word[i][4 * v] = four.x; word[i][4 * v + 1] = four.y; word[i][4 * v + 2] = four.z; word[i][4 * v + 3] = four.w;
         }
     }
+
+  private:
     // 16 bytes at any even address: the two aligned vectors around them, shifted. Needs 16 readable bytes after.
     static HQ_FN void load_shifted(u32* target, const char* source) {
         const u64 address = reinterpret_cast<u64>(source);

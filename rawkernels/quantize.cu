@@ -3,16 +3,17 @@
 // One read of X gives both parts. A thread holds an 8 x 8 patch; its rows are lines of the rowwise part, its columns
 // of the columnwise one, and both directions run the same code over them. Row codes are stored at once; column codes
 // are turned in shared memory, so that a column is written in one piece. Padding is written as zeros, for what lies
-// outside X is read as zero. Generated before this text: Input, Row, Column (traits of two formats), TILE_ROWS,
+// outside X is read as zero. Generated before this text: Input, Row, Column (traits of two formats), SAME_FORMAT, TILE_ROWS,
 // TILE_COLUMNS, ALIGNED, SHARED_BYTES.
 #include "scale.cuh"
 #include "tile.cuh"
+#include "turn.cuh"
 
 namespace hq {
 
 struct Output {
     u8* codes;
-    i64 pitch;  // bytes from one line to the next
+    u64 pitch16;  // 16 bytes, from one line to the next
     u8* scales;
     i64 scale_pitch;  // scales from one row of the scale buffer to the next
     float* global_scale;
@@ -127,13 +128,16 @@ HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Sha
 template <class F, int DOWN>
 HQ_FN void store_bytes(const LineScales<F, Input>& scales, const Arguments& a, const Output& out, const Place& p) {
     typedef Direction<DOWN> D;
-    const i64 block = D::along0(p) / F::block_columns;
-    if (D::lane(p) % (F::block_columns / 8) || D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch) return;
-    *reinterpret_cast<uint2*>(out.scales + block * out.scale_pitch + D::line0(p)) = make_uint2(scales.stored[0], scales.stored[1]);
+    if (D::lane(p) % (F::block_columns / 8)) return;
+    if (!p.full && (D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch)) return;
+    constexpr int tile_blocks = D::tile_length / F::block_columns;
+    const u8* tile = out.scales + D::along_tile(p) * tile_blocks * out.scale_pitch + D::line_tile(p) * D::tile_lines;
+    char* target = line_at(tile, D::along(p) / F::block_columns, u32(out.scale_pitch >> 4)) + D::line(p);
+    store_global<2>(target, scales.stored);
 }
 
 template <int WORDS>
-HQ_FN void store_words(u8* target, const u32* words) {
+HQ_FN void store_words(char* target, const u32* words) {
     if constexpr (WORDS == 1) *reinterpret_cast<u32*>(target) = words[0];
     else if constexpr (WORDS == 2) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
     else {
@@ -147,22 +151,23 @@ HQ_FN void store_words(u8* target, const u32* words) {
 template <class F, int DOWN>
 struct Sink {
     static constexpr int words = F::stored_bits / 4;
-    u8* target;
-    i64 pitch;
-    int lines;    // how many of the 8 lines are stored
-    bool second;  // whether a row's pitch holds the second 16 of its 32 bytes
+    char* target;
+    u32 pitch16;
+    int lines = 8;       // how many of the 8 lines are stored
+    bool second = true;  // whether a row's pitch holds the second 16 of its 32 bytes
 
-    HQ_FN Sink(const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+    HQ_FN Sink(const Output& out, const Place& p, Shared& shared, i64 m) {
         if constexpr (DOWN) {
-            lines = 8;
-            target = shared.stage;
-            pitch = p.row * line_bytes<F> / TILE_ROWS;
+            target = reinterpret_cast<char*>(shared.stage);
         } else {
-            const i64 byte = p.column0 * (words * 4) / 8, left = round_up(a.m, 16) - p.row0;
-            target = out.codes + p.row0 * out.pitch + byte;
-            pitch = out.pitch;
-            second = byte + 16 < out.pitch;
-            lines = byte < out.pitch && left > 0 ? int(left < 8 ? left : 8) : 0;
+            pitch16 = u32(out.pitch16);
+            const u8* tile = out.codes + p.tile_row * TILE_ROWS * 16 * out.pitch16 + p.tile_column * TILE_COLUMNS * words / 2;
+            target = line_at(tile, p.row, pitch16) + p.column * words / 2;
+            if (!p.full) {
+                const i64 byte = p.column0 * words / 2, pitch = i64(out.pitch16) * 16;
+                second = byte + 16 < pitch;
+                lines = byte < pitch ? count_of(round_up(m, 16), p.row0, 8) : 0;
+            }
         }
     }
     HQ_FN void put(const Place& p, int i, const u32* line_words) const {
@@ -170,10 +175,11 @@ struct Sink {
             constexpr int piece = words < 4 ? words : 4;
 #pragma unroll
             for (int w = 0; w < words; w += piece)
-                store_words<piece>(target + staged(p.column + i, int(pitch) + 4 * w, line_bytes<F>), line_words + w);
+                store_words<piece>(target + staged(p.column + i, p.row * line_bytes<F> / TILE_ROWS + 4 * w, line_bytes<F>), line_words + w);
         } else if (i < lines) {
-            store_words<words == 8 ? 4 : words>(target + i * pitch, line_words);
-            if (words == 8 && second) store_words<4>(target + i * pitch + 16, line_words + 4);
+            char* line = line_at(target, i, pitch16);
+            store_global<words == 8 ? 4 : words>(line, line_words);
+            if (words == 8 && second) store_global<4>(line + 16, line_words + 4);
         }
     }
 };
@@ -183,8 +189,8 @@ HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const S
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         u32 w[Sink<F, DOWN>::words];
-        if constexpr (DOWN) encode_line<F, Input, CAREFUL>(ColumnOf<Input>{patch, i}, scales.at(i), w);
-        else encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), w);
+        if constexpr (DOWN) encode_line<F, Input, CAREFUL>(ColumnOf<Input>{patch, i}, scales.at(i), scales.before, w);
+        else encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before, w);
         sink.put(p, i, w);
     }
 }
@@ -215,13 +221,31 @@ HQ_FN void encode_pairs(const Patch<Input>& patch, const LineScales<F, Input>& s
     }
 }
 
+// Squares of 16 x 16 in both directions hold the same codes: encoded once, turned.
+constexpr bool TURNED = SAME_FORMAT && in_lanes<Row> && square<Row>;
+
+template <class F, bool CAREFUL>
+HQ_FN void encode_square(const Patch<Input>& patch, const LineScales<F, Input>& scales, const Sink<F, 0>& rows, const Sink<F, 1>& columns, const Place& p) {
+    u32 row[8][Sink<F, 0>::words], column[8][Sink<F, 0>::words];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before, row[i]);
+        rows.put(p, i, row[i]);
+    }
+    turn<F::stored_bits>(row, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) columns.put(p, i, column[i]);
+}
+
 struct OneFactor {  // a whole matrix under one scale, or unquantized
     float factor;
+    static constexpr float before = 1.0f;
     HQ_FN float at(int) const { return factor; }
 };
 
 struct TileFactors {  // 8 lines' factors out of shared memory
     float factor[8];
+    static constexpr float before = 1.0f;
     HQ_FN TileFactors(const float* source) {
         const float4 a = reinterpret_cast<const float4*>(source)[0], b = reinterpret_cast<const float4*>(source)[1];
         factor[0] = a.x; factor[1] = a.y; factor[2] = a.z; factor[3] = a.w;
@@ -233,7 +257,7 @@ struct TileFactors {  // 8 lines' factors out of shared memory
 // Scales and codes of one direction.
 template <class F, int DOWN>
 HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
-    const Sink<F, DOWN> sink(a, out, p, shared);
+    const Sink<F, DOWN> sink(out, p, shared, a.m);
     if constexpr (in_lanes<F>) {
         Lines<Input> lines = block_amax<F, DOWN>(patch);
         if constexpr (square<F>) square_amax<F, DOWN>(lines);
@@ -253,6 +277,22 @@ HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const O
     }
 }
 
+// Scales and codes of both directions in one.
+template <class F>
+HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const Place& p, Shared& shared) {
+    const Sink<F, 0> rows(a.row, p, shared, a.m);
+    const Sink<F, 1> columns(a.column, p, shared, a.m);
+    Lines<Input> lines = block_amax<F, 0>(patch);
+    square_amax<F, 0>(lines);
+    const auto scales = scale_lines<F, Input>(lines, &shared.table[0]);
+    store_bytes<F, 0>(scales, a, a.row, p);
+    store_bytes<F, 1>(scales, a, a.column, p);
+    if (scales.careful) encode_square<F, true>(patch, scales, rows, columns, p);
+    else encode_square<F, false>(patch, scales, rows, columns, p);
+    zero_lines<F, 0>(scales.nan, rows, p);
+    zero_lines<F, 1>(scales.nan, columns, p);
+}
+
 // What one thread of the grid writes for the whole matrix.
 template <class F>
 HQ_FN void store_scalars(const Arguments& a, const Output& out) {
@@ -269,15 +309,18 @@ HQ_FN void store_scalars(const Arguments& a, const Output& out) {
 template <class F>
 HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& shared) {
     constexpr int chunks = line_bytes<F> / 16;
-    const i64 first = p.tile_row * line_bytes<F>, columns = round_up(a.k, 16) - p.tile_column * TILE_COLUMNS;
-    u8* target = a.column.codes + p.tile_column * TILE_COLUMNS * a.column.pitch + first;
+    const i64 first = p.tile_row * line_bytes<F>;
+    const u8* tile = a.column.codes + p.tile_column * TILE_COLUMNS * 16 * a.column.pitch16 + first;
+    const int byte = threadIdx.x % chunks * 16, column = threadIdx.x / chunks;
+    const bool stored = p.full || first + byte < i64(a.column.pitch16) * 16;
+    const int columns = p.full ? TILE_COLUMNS : count_of(round_up(a.k, 16), p.tile_column * TILE_COLUMNS, TILE_COLUMNS);
 #pragma unroll
-    for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
-        const int index = n * THREADS + threadIdx.x, column = index / chunks, byte = index % chunks * 16;
-        if (column < columns && first + byte < a.column.pitch)
-            *reinterpret_cast<uint4*>(target + column * a.column.pitch + byte) =
-                *reinterpret_cast<const uint4*>(shared.stage + staged(column, byte, line_bytes<F>));
-    }
+    for (int c = 0; c < TILE_COLUMNS; c += THREADS / chunks)
+        if (stored && column + c < columns) {
+            const uint4 w = *reinterpret_cast<const uint4*>(shared.stage + staged(column + c, byte, line_bytes<F>));
+            const u32 words[4] = {w.x, w.y, w.z, w.w};
+            store_global<4>(line_at(tile, column + c, u32(a.column.pitch16)) + byte, words);
+        }
 }
 
 }  // namespace hq
@@ -293,10 +336,9 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
         if constexpr (Column::present) store_scalars<Column>(a, a.column);
     }
     Place p;
-    if (!locate(p, a.m, a.reversed)) return;
+    if (!locate(p, a.m, a.k, a.reversed)) return;
     Patch<Input> patch;  // its loads are under way while the table is made
-    patch.load<ALIGNED>(a.values + p.row0 * a.row_bytes + p.column0 * Input::size, a.row_bytes,
-                        count_of(a.m, p.row0, 8), count_of(a.k, p.column0, 16));
+    load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
     if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL) {
         typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
         shared.table[0].fill<First>(threadIdx.x, *a.whole);
@@ -309,6 +351,12 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
 
+    if constexpr (TURNED) {
+        quantize_square<Row>(patch, a, p, shared);
+        __syncthreads();
+        store_columns<Column>(a, p, shared);
+        return;
+    }
     // Run-time branches keep the two directions in separate basic blocks: without them ptxas shares the unpacked
     // patch between them and spills.
     if constexpr (Row::present)

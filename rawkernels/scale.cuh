@@ -8,14 +8,14 @@ namespace hq {
 struct Global {
     float decode_scale;  // S_dec
     float sixth;         // RN(S_enc / 6)
-    bool halve;          // half of an encode factor would be subnormal and lose a bit
+    float before;        // 0.5 where half of an encode factor would be subnormal and lose a bit: halve values instead
 };
 
 template <class F>
 HQ_FN Global global_of(float whole) {
     const float encode_scale = global_encode_scale(whole, F::bound * float_of(F::Element::max_bits));
     const float decode_scale = divide(1.0f, encode_scale);
-    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f};
+    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f ? 0.5f : 1.0f};
 }
 
 // Factor of each E4M3 scale byte without sign: 128 divisions a block of threads instead of one a line.
@@ -28,7 +28,7 @@ struct alignas(16) Table {
         if (thread >= 128) return;
         const Global g = global_of<F>(whole);
         const float whole_factor = two_level_factor(float_of_e4m3(thread), g.decode_scale);
-        factor[thread] = g.halve ? whole_factor : prepare_factor<F>(whole_factor);
+        factor[thread] = g.before == 1.0f ? prepare_factor<F>(whole_factor) : whole_factor;
         if (thread == 0) global = g;
     }
 };
@@ -40,12 +40,13 @@ struct LineScales {
     u32 stored[2];               // 8 bytes
     u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero
     bool careful = false;        // encode_line must not take its short cut
+    float before = 1.0f;         // what a careful one multiplies values with first
 
     HQ_FN float at(int i) const {
         if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
         else return float_of(factor[i]);
     }
-    HQ_FN u32 byte(int i) const { return (stored[i / 4] >> (8 * (i & 3))) & 255; }
+    HQ_FN u32 byte(int i) const { return permute(stored[i / 4], 0, 0x4440 + (i & 3)); }
 };
 
 // E8M0 on pairs of bf16, half a register a line: the exponent field moves by the carry of the rounding rule.
@@ -105,12 +106,15 @@ HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Table* table) {
         }
     } else if constexpr (F::scaling == TWO_LEVEL) {
         const float sixth = table->global.sixth;
-        scales.careful = table->global.halve;
+        scales.before = table->global.before;
+        scales.careful = scales.before != 1.0f;
 #pragma unroll
         for (int w = 0; w < 2; ++w)
             scales.stored[w] = convert_fp8x2<3>(fabsf(amax.signed_at(4 * w)) * sixth, fabsf(amax.signed_at(4 * w + 1)) * sixth) |
                                convert_fp8x2<3>(fabsf(amax.signed_at(4 * w + 2)) * sixth, fabsf(amax.signed_at(4 * w + 3)) * sixth) << 16;
-        if (((scales.stored[0] + 0x01010101u) | (scales.stored[1] + 0x01010101u)) & 0x80808080u) {  // a byte 0x7F: rare
+        // Bytes 0x7E, the largest, under which Inf may be, and 0x7F, NaN: rare.
+        if (((scales.stored[0] + 0x02020202u) | (scales.stored[1] + 0x02020202u)) & 0x80808080u) {
+            scales.careful = true;
 #pragma unroll
             for (int i = 0; i < 8; ++i) scales.nan |= u32(scales.byte(i) == 0x7F) << i;
         }

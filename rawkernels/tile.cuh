@@ -18,12 +18,33 @@ struct Place {
     int row, column;        // in the tile
     i64 tile_row, tile_column;
     i64 row0, column0;      // in X
+    bool full;              // the whole tile lies in X
 };
+
+// base + line * 16 * pitch16 in one instruction; a line of up to 64 GiB.
+HQ_FN char* line_at(const void* base, u32 line, u32 pitch16) {
+    u64 address;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(line * 16), "r"(pitch16), "l"(base));
+    return reinterpret_cast<char*>(address);
+}
+
+// Words to global memory; the compiler cannot see that an address from line_at is one.
+template <int WORDS>
+HQ_FN void store_global(char* target, const u32* w) {
+    if constexpr (WORDS == 1) asm volatile("st.global.u32 [%0], %1;" ::"l"(target), "r"(w[0]) : "memory");
+    if constexpr (WORDS == 2) asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(w[0]), "r"(w[1]) : "memory");
+    if constexpr (WORDS == 4)
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+}
 
 // DOWN 0: lines are rows. 1: lines are columns, of X.T.
 template <int DOWN>
 struct Direction {
     static HQ_FN int line(const Place& p) { return DOWN ? p.column : p.row; }
+    static HQ_FN int along(const Place& p) { return DOWN ? p.row : p.column; }
+    static HQ_FN i64 line_tile(const Place& p) { return DOWN ? p.tile_column : p.tile_row; }
+    static HQ_FN i64 along_tile(const Place& p) { return DOWN ? p.tile_row : p.tile_column; }
+    static constexpr int tile_lines = DOWN ? TILE_COLUMNS : TILE_ROWS, tile_length = DOWN ? TILE_ROWS : TILE_COLUMNS;
     static HQ_FN i64 line0(const Place& p) { return DOWN ? p.column0 : p.row0; }
     static HQ_FN i64 along0(const Place& p) { return DOWN ? p.row0 : p.column0; }
     template <class A> static HQ_FN i64 lines(const A& a) { return DOWN ? a.k : a.m; }
@@ -38,7 +59,7 @@ struct Direction {
 };
 
 // False where the tile lies beyond the last row: the grid's y and z together count row tiles.
-HQ_FN bool locate(Place& p, i64 m, bool reversed) {
+HQ_FN bool locate(Place& p, i64 m, i64 k, bool reversed) {
     const int lane = threadIdx.x & 31;
     p.warp = threadIdx.x / 32; p.across = p.warp % WARPS_ACROSS; p.down = p.warp / WARPS_ACROSS;
     p.tx = lane % LANES_ACROSS; p.ty = lane / LANES_ACROSS;
@@ -51,6 +72,7 @@ HQ_FN bool locate(Place& p, i64 m, bool reversed) {
         p.tile_row = row_tiles - 1 - p.tile_row;
         p.tile_column = gridDim.x - 1 - p.tile_column;
     }
+    p.full = (p.tile_row + 1) * TILE_ROWS <= m && (p.tile_column + 1) * TILE_COLUMNS <= k;
     p.row0 = p.tile_row * TILE_ROWS + p.row; p.column0 = p.tile_column * TILE_COLUMNS + p.column;
     return true;
 }
@@ -62,5 +84,24 @@ HQ_FN bool first_thread() { return blockIdx.x == 0 && blockIdx.y == 0 && blockId
 
 // How many of the 8 rows (columns: of the next 16) from `at` exist.
 HQ_FN int count_of(i64 end, i64 at, int most) { return end - at < most ? int(end - at) : most; }
+
+// This thread's patch. ALIGNED: every row of X starts on 16 bytes.
+template <bool ALIGNED_ROWS, class In>
+HQ_FN void load_patch(Patch<In>& patch, const Place& p, const char* values, i64 row_bytes, i64 m, i64 k) {
+    const char* tile = values + p.tile_row * TILE_ROWS * row_bytes + p.tile_column * TILE_COLUMNS * In::size;
+    if (ALIGNED_ROWS && p.full) {
+        const char* first = tile + p.column * In::size;
+        const int row16 = int(row_bytes >> 4);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u64 address;
+            asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"((p.row + i) * 16), "r"(row16), "l"(first));
+            patch.load_row(i, reinterpret_cast<const char*>(address));
+        }
+    } else {
+        patch.template load<ALIGNED_ROWS>(tile + p.row * row_bytes + p.column * In::size, row_bytes,
+                                          count_of(m, p.row0, 8), count_of(k, p.column0, 16));
+    }
+}
 
 }  // namespace hq

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
 
@@ -113,7 +113,7 @@ def quantize_launch(row: Format | None, column: Format | None, dtype: str, align
     shared = geometry.quantize_shared_bytes(tile, column)
     text = (
         f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, shared))
-        + f"constexpr int SHARED_BYTES = {shared};\n" + format_traits("Row", row) + format_traits("Column", column)
+        + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n" + format_traits("Row", row) + format_traits("Column", column)
     )
     return Launch(Source("quantize.cu", "hq_quantize", text), tile, shared)
 
@@ -143,3 +143,52 @@ def transpose_launch(storage: Storage) -> Launch:
     shared = geometry.dequantize_shared_bytes(tile, storage, True)
     text = "typedef BFloat16 Input;\n" + _tile(tile, True, 2) + storage_traits("Part", storage) + "};\n"
     return Launch(Source("transpose.cu", "hq_transpose", text), tile, shared)
+
+
+# --- around a GEMM ------------------------------------------------------------------------------
+
+
+def left_to_alpha(storage: Storage) -> tuple[Storage, bool]:
+    """What the decode kernel multiplies by itself, and whether a scale of the whole matrix is left to alpha."""
+    if storage.scale != "none" and storage.block is None:
+        return replace(storage, scale="none"), True
+    return replace(storage, global_scale=False), storage.global_scale
+
+
+def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Launch:
+    """The decode kernel of a storage to a GEMM operand in bfloat16 or float32."""
+    part, scalar = left_to_alpha(storage)
+    text = (
+        f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
+        + _tile(geometry.decode_tile(), True, 4 if dtype == "bfloat16" and storage.element.bits <= 16 and terms == 1 else 2)
+        + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n"
+        + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
+    )
+    return Launch(Source("decode.cu", "hq_decode", text), geometry.decode_tile(), 0)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What the finishing kernel does to a sum: dtype names of its arrays, None where there is none."""
+
+    out: str
+    bias: str | None = None
+    aux: str | None = None
+    gelu: bool = False
+    accumulate: bool = False
+
+
+def finish_launch(finish: Finish) -> Launch:
+    """The finishing kernel: bias, gelu, accumulate, cast, any row pitch."""
+    text = (
+        f"typedef {wide(finish.out)} Output;\ntypedef {wide(finish.bias or 'float32')} Bias;\n"
+        f"typedef {wide(finish.aux or 'float32')} Aux;\n"
+        f"constexpr bool HAS_BIAS = {_cpp(finish.bias is not None)}, HAS_AUX = {_cpp(finish.aux is not None)}, "
+        f"GELU = {_cpp(finish.gelu)}, ACCUMULATE = {_cpp(finish.accumulate)};\n"
+    )
+    return Launch(Source("finish.cu", "hq_finish", text), geometry.FINISH_TILE, 0)
+
+
+def tile_scales_launch() -> Launch:
+    """The kernel that lays byte scales out in 128 x 4 tiles."""
+    return Launch(Source("tile_scales.cu", "hq_tile_scales", ""), geometry.SCALE_TILE, 0)

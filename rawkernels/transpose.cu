@@ -3,12 +3,13 @@
 //
 // Generated before this text: Part (traits of the format), Input (any), TILE_ROWS = TILE_COLUMNS = 128.
 #include "tile.cuh"
+#include "turn.cuh"
 
 namespace hq {
 
 struct Side {
     u8* codes;
-    i64 pitch;  // bytes from one line to the next
+    i64 pitch16;  // 16 bytes, from one line to the next
     u8* scales;
     i64 scale_pitch;
     float* global_scale;
@@ -23,46 +24,6 @@ struct TransposeArguments {
 constexpr int WORDS = Part::stored_bits / 4;  // of 8 codes
 constexpr int LINE_BYTES = Part::stored_bits * TILE_ROWS / 8;
 constexpr int PIECE = WORDS < 4 ? WORDS : 4;
-
-// 4 x 4 bytes, a word a row, turned.
-HQ_FN void turn_bytes(u32 a, u32 b, u32 c, u32 d, u32& w, u32& x, u32& y, u32& z) {
-    const u32 ab = permute(a, b, 0x5140), cd = permute(c, d, 0x5140), AB = permute(a, b, 0x7362), CD = permute(c, d, 0x7362);
-    w = lows(ab, cd); x = highs(ab, cd); y = lows(AB, CD); z = highs(AB, CD);
-}
-
-// 8 x 8 codes, rows to columns.
-template <int BITS>
-HQ_FN void turn(const u32 (&row)[8][WORDS], u32 (&column)[8][WORDS]) {
-    if constexpr (BITS == 4) {
-        u32 even[4], odd[4];
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            const u32 a = row[2 * p][0], b = row[2 * p + 1][0];
-            even[p] = (a & 0x0F0F0F0Fu) | (b & 0x0F0F0F0Fu) << 4;
-            odd[p] = (a >> 4 & 0x0F0F0F0Fu) | (b & 0xF0F0F0F0u);
-        }
-        turn_bytes(even[0], even[1], even[2], even[3], column[0][0], column[2][0], column[4][0], column[6][0]);
-        turn_bytes(odd[0], odd[1], odd[2], odd[3], column[1][0], column[3][0], column[5][0], column[7][0]);
-    } else if constexpr (BITS == 8) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int w = 0; w < 2; ++w)
-                turn_bytes(row[4 * h][w], row[4 * h + 1][w], row[4 * h + 2][w], row[4 * h + 3][w],
-                           column[4 * w][h], column[4 * w + 1][h], column[4 * w + 2][h], column[4 * w + 3][h]);
-    } else if constexpr (BITS == 16) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-#pragma unroll
-            for (int w = 0; w < 4; ++w)
-                column[c][w] = c & 1 ? highs(row[2 * w][c / 2], row[2 * w + 1][c / 2]) : lows(row[2 * w][c / 2], row[2 * w + 1][c / 2]);
-    } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-#pragma unroll
-            for (int r = 0; r < 8; ++r) column[c][r] = row[r][c];
-    }
-}
 
 template <int N>
 HQ_FN void copy_words(void* target, const void* source) {
@@ -110,16 +71,17 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_transpo
     extern __shared__ __align__(16) u8 stage[];
     if (first_thread()) move_scalars<Part>(a);
     Place p;
-    if (!locate(p, a.m, false)) return;
+    if (!locate(p, a.m, a.k, false)) return;
     move_scales<Part>(a, p);
     alignas(16) u32 row[8][WORDS], column[8][WORDS];
+    const i64 from_pitch = a.from.pitch16 * 16, to_pitch = a.to.pitch16 * 16;
     const i64 first_byte = p.column0 * WORDS / 2, rows = round_up(a.m, 16) - p.row0;
 #pragma unroll
     for (int r = 0; r < 8; ++r)
 #pragma unroll
         for (int w = 0; w < WORDS; w += PIECE) {
-            const bool there = r < rows && first_byte + 4 * w < a.from.pitch;
-            if (there) copy_words<PIECE>(row[r] + w, a.from.codes + (p.row0 + r) * a.from.pitch + first_byte + 4 * w);
+            const bool there = r < rows && first_byte + 4 * w < from_pitch;
+            if (there) copy_words<PIECE>(row[r] + w, a.from.codes + (p.row0 + r) * from_pitch + first_byte + 4 * w);
             else
 #pragma unroll
                 for (int n = 0; n < PIECE; ++n) row[r][w + n] = 0;
@@ -133,11 +95,11 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_transpo
     __syncthreads();
     constexpr int chunks = LINE_BYTES / 16;
     const i64 first = p.tile_row * LINE_BYTES, lines = round_up(a.k, 16) - p.tile_column * TILE_COLUMNS;
-    u8* target = a.to.codes + p.tile_column * TILE_COLUMNS * a.to.pitch + first;
+    u8* target = a.to.codes + p.tile_column * TILE_COLUMNS * to_pitch + first;
 #pragma unroll
     for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
         const int index = n * THREADS + threadIdx.x, line = index / chunks, byte = index % chunks * 16;
-        if (line < lines && first + byte < a.to.pitch)
-            copy_words<4>(target + line * a.to.pitch + byte, stage + staged(line, byte, LINE_BYTES));
+        if (line < lines && first + byte < to_pitch)
+            copy_words<4>(target + line * to_pitch + byte, stage + staged(line, byte, LINE_BYTES));
     }
 }

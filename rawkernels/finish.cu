@@ -1,0 +1,90 @@
+// Finish a product: OUT = [OUT +] activation(SUM + BIAS), float32 with one rounding, to any row pitch; AUX = SUM + BIAS.
+// Grid: 1024 columns x 8 rows a block, 4 columns a thread.
+//
+// Generated before this text: Output, Bias, Aux (types), HAS_BIAS, HAS_AUX, GELU, ACCUMULATE.
+#include "encode.cuh"
+
+namespace hq {
+
+constexpr int ROWS = 8, COLUMNS = 4;
+
+struct FinishArguments {
+    const float* sum;  // null: zeros, the sum over nothing
+    i64 sum_pitch;     // elements, a multiple of 4
+    const char* bias;
+    char* out;
+    i64 out_row_bytes;
+    char* aux;
+    i64 aux_row_bytes, m, n;
+};
+
+template <class T>
+HQ_FN float load(const char* source, int i) {
+    const auto bits = reinterpret_cast<const typename T::type*>(source)[i];
+    if constexpr (T::size == 4) return float_of(bits);
+    else return T::low(bits);
+}
+
+template <class T>
+HQ_FN void store(char* target, const float (&value)[COLUMNS], int count) {
+    u32 words[COLUMNS * T::size / 4];
+#pragma unroll
+    for (int pair = 0; pair < COLUMNS / 2; ++pair) {
+        if constexpr (T::size == 4) {
+            words[2 * pair] = bits_of(value[2 * pair]);
+            words[2 * pair + 1] = bits_of(value[2 * pair + 1]);
+        } else words[pair] = narrow_pair<T>(value[2 * pair], value[2 * pair + 1]);
+    }
+    if (count >= COLUMNS && reinterpret_cast<u64>(target) % (COLUMNS * T::size) == 0) {
+        if constexpr (T::size == 4) *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+        else *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    } else {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (c < count) reinterpret_cast<typename T::type*>(target)[c] = typename T::type(words[c * T::size / 4] >> (c * T::size * 8 % 32));
+    }
+}
+
+// x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), in the order of gemm.gelu.
+HQ_FN float gelu(float x) {
+    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(256) hq_finish(const __grid_constant__ hq::FinishArguments a) {
+    using namespace hq;
+    const i64 column = (i64(blockIdx.x) * 256 + threadIdx.x) * COLUMNS;
+    const i64 row0 = (blockIdx.y + i64(blockIdx.z) * gridDim.y) * ROWS;
+    if (column >= a.n) return;
+    const int count = a.n - column < COLUMNS ? int(a.n - column) : COLUMNS;
+    float bias[COLUMNS] = {};
+    if constexpr (HAS_BIAS) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (c < count) bias[c] = load<Bias>(a.bias + column * Bias::size, c);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const i64 row = row0 + r;
+        if (row >= a.m) return;
+        float y[COLUMNS] = {};
+        if (a.sum) {
+            const float4 four = *reinterpret_cast<const float4*>(a.sum + row * a.sum_pitch + column);
+            y[0] = four.x; y[1] = four.y; y[2] = four.z; y[3] = four.w;
+        }
+        if constexpr (HAS_BIAS) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) y[c] += bias[c];
+        }
+        if constexpr (HAS_AUX) store<Aux>(a.aux + row * a.aux_row_bytes + column * Aux::size, y, count);
+        char* out = a.out + row * a.out_row_bytes + column * Output::size;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            if (GELU) y[c] = gelu(y[c]);
+            if (ACCUMULATE && c < count) y[c] += load<Output>(out, c);
+        }
+        store<Output>(out, y, count);
+    }
+}
