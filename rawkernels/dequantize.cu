@@ -66,10 +66,12 @@ struct DecodedLine {
                 }
 #endif
                 word[j] = widen_pair<E>(permute(codes[j / 2], 0, j & 1 ? 0x3424 : 0x1404));
-                if constexpr (E::has_nan && E::mantissa_bits == 3) {  // no NaN at the top of E4M3's exponents
+                if constexpr (E::has_nan && E::bits - E::mantissa_bits < 6) {  // the top exponent is not float16's
                     const u32 two = codes[j / 2] >> (16 * (j & 1));
-                    if ((two & E::ones) == E::nan_code) word[j] = (word[j] & 0xFFFF0000u) | 0x7FFFu;
-                    if ((two >> 8 & E::ones) == E::nan_code) word[j] = (word[j] & 0x0000FFFFu) | 0x7FFF0000u;
+                    const u32 low = two & E::ones, high = two >> 8 & E::ones;
+                    constexpr u32 inf = E::max_code + 1 < E::nan_code ? E::max_code + 1 : ~0u;  // none beside NAN_ONLY
+                    if (low > E::max_code) word[j] = (word[j] & (low == inf ? 0xFFFF8000u : 0xFFFF0000u)) | (low == inf ? 0x7C00u : 0x7FFFu);
+                    if (high > E::max_code) word[j] = (word[j] & (high == inf ? 0x8000FFFFu : 0x0000FFFFu)) | (high == inf ? 0x7C000000u : 0x7FFF0000u);
                 }
             }
         }

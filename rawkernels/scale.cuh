@@ -35,7 +35,8 @@ struct alignas(16) Table {
 
 template <class F, class In>
 struct LineScales {
-    static constexpr bool packed = F::scaling == POWER_OF_TWO && same<In, BFloat16>::value;
+    static constexpr bool packed = F::scaling == POWER_OF_TWO && same<In, BFloat16>::value &&
+        F::Element::max_exponent >= 2;  // else a factor may be subnormal, which pairs do not make
     u32 factor[packed ? 4 : 8];  // pairs of bf16, or prepared float32
     u32 stored[2];               // 8 bytes
     u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
 
 from . import geometry
@@ -14,9 +16,9 @@ _SPECIALS = {"none": "FINITE", "nan": "NAN_ONLY", "ieee": "IEEE"}
 _SCALES = {"none": "NO_SCALE", "float32": "FLOAT32", "e8m0": "E8M0", "e4m3": "E4M3_SCALE"}
 _WIDE = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
 
-_FP8_CONVERSIONS = {(4, 3, 7), (5, 2, 15)}
-_FP6_CONVERSIONS = {(2, 3, 1), (3, 2, 3)}
-"""(exponent bits, mantissa bits, bias) of the elements the chip's FP8 conversion serves; others go bit by bit."""
+_FP8_CONVERSIONS = {(4, 3, 7, "nan"), (5, 2, 15, "ieee")}
+_FP6_CONVERSIONS = {(2, 3, 1, "none"), (3, 2, 3, "none")}
+"""(exponent bits, mantissa bits, bias, specials) that the chip's FP8 conversion serves; others go bit by bit."""
 
 
 def wide(dtype_name: str) -> str:
@@ -27,16 +29,31 @@ def wide(dtype_name: str) -> str:
 def _element(element: Element) -> str:
     if element.bits > 8:
         return "hq::Element<4, 3, 7, hq::NAN_ONLY>"  # unquantized: never used
+    if not _is_built(element):
+        raise NotImplementedError(
+            f"{element.name} has no CUDA kernels: they take E2M1, and elements of 6 and 8 bits that float16 holds, "
+            f"with 4 exponent bits at most, or 5 and infinities; quantize a NumPy array"
+        )
     return (
         f"hq::Element<{element.exponent_bits}, {element.mantissa_bits}, {element.bias}, "
         f"hq::{_SPECIALS[element.specials]}>"
     )
 
 
+def _is_built(element: Element) -> bool:
+    """Whether encode.cuh and dequantize.cu are right for it: decoding goes through float16, FP4 is E2M1."""
+    if element.bits == 4:
+        return (element.exponent_bits, element.mantissa_bits, element.bias, element.specials) == (2, 1, 1, "none")
+    finite = element.values[np.isfinite(element.values)]
+    with np.errstate(all="ignore"):
+        held = bool((finite.astype(np.float16) == finite).all())
+    return held and element.bias >= 0 and (element.exponent_bits <= 4 or (element.exponent_bits == 5 and element.specials == "ieee"))
+
+
 def storage_traits(name: str, storage: Storage) -> str:
     """What decoding needs, as `struct name`."""
     element = storage.element
-    facts = (element.exponent_bits, element.mantissa_bits, element.bias)
+    facts = (element.exponent_bits, element.mantissa_bits, element.bias, element.specials)
     block = storage.block or (1, 1)
     return f"""struct {name} {{
     static constexpr bool present = true;
