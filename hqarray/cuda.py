@@ -101,12 +101,13 @@ def _on_device_of(memory: Any) -> AbstractContextManager[Any]:
 
 def _readable(values: Array) -> tuple[Array, bool]:
     """The matrix with one contiguous axis, and whether it is turned: X.T is read instead of X."""
-    size = values.dtype.itemsize
-    if values.dtype == np.float64:
+    dtype, strides = values.dtype, values.strides
+    size = dtype.itemsize
+    if size == 8:
         return values.astype(np.float32), False
-    if values.strides[1] == size or values.shape[1] <= 1:
+    if strides[1] == size or values.shape[1] <= 1:
         return values, False
-    if values.strides[0] == size:
+    if strides[0] == size:
         return values.T, True
     return cupy.ascontiguousarray(values), False
 
@@ -172,18 +173,20 @@ def quantize_parts(
     values: Array, row: Format | None, column: Format | None, derived: Direction | None, whole: Array | None
 ) -> tuple[QuantizedArray | None, QuantizedArray | None]:
     """See reference.quantize_parts; one read of the values, two where an amax is measured first."""
-    with _on_device_of(values.data):
-        if derived is not None:
-            rows, _ = quantize_parts(values, row, None, None, whole)
-            assert rows is not None
-            return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole)[1]
-        values, turned = _readable(values)
-        if turned:
-            row, column = column, row
-        plan = _plan(row, column, values, _is_aligned(values))
-        rows = None if plan.rows is None else plan.rows.empty(plan.rows.has_amax)
-        columns = None if plan.columns is None else plan.columns.empty(plan.columns.has_amax)
-        _launch(plan, values, rows, columns, whole, None)
+    if values.data.device_id != getDevice():
+        with values.device:
+            return quantize_parts(values, row, column, derived, whole)
+    if derived is not None:
+        rows, _ = quantize_parts(values, row, None, None, whole)
+        assert rows is not None
+        return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole)[1]
+    values, turned = _readable(values)
+    if turned:
+        row, column = column, row
+    plan = _plan(row, column, values, _is_aligned(values))
+    rows = None if plan.rows is None else plan.rows.empty(plan.rows.has_amax)
+    columns = None if plan.columns is None else plan.columns.empty(plan.columns.has_amax)
+    _launch(plan, values, rows, columns, whole, None)
     return (columns, rows) if turned else (rows, columns)
 
 

@@ -434,6 +434,8 @@ def as_format(format: Format | str) -> Format:
     """
     if isinstance(format, Format):
         return format
+    if isinstance(format, str) and format in FORMATS:
+        return FORMATS[format]
     if not isinstance(format, str):
         raise TypeError(f"a format is a short name or a Format, not {type(format).__name__}: {format!r}")
     name, bracket, options = format.strip().partition("(")

@@ -337,16 +337,19 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     }
     Place p;
     if (!locate(p, a.m, a.k, a.reversed)) return;
-    Patch<Input> patch;  // its loads are under way while the table is made
+    constexpr bool tables = Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL;
+    float whole = 0.0f;  // asked for before the patch, whose loads are under way while the table is made
+    if constexpr (tables) asm volatile("ld.global.f32 %0, [%1];" : "=f"(whole) : "l"(a.whole));
+    Patch<Input> patch;
     load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
-    if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL) {
+    if constexpr (tables) {
         typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
-        shared.table[0].fill<First>(threadIdx.x, *a.whole);
-        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, *a.whole);
+        shared.table[0].fill<First>(threadIdx.x, whole);
+        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, whole);
     }
     if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
     if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);
-    if constexpr (Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL || in_tile<Row> || in_tile<Column>) __syncthreads();
+    if constexpr (tables || in_tile<Row> || in_tile<Column>) __syncthreads();
     if constexpr (in_tile<Row>) tile_scale<Row, 0>(a, a.row, p, shared);
     if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
