@@ -185,7 +185,8 @@ def main() -> None:
                 measures = as_format(row).measures_amax or as_format(column).measures_amax
                 for flag in (True, False) if measures else (True,):
                     note = "" if not measures else " amax given" if flag else " amax measured"
-                    run(f"{row} / {column}{note}", shape, quantize_case(x, row, column, flag), goal(row, column, flag, size))
+                    case = quantize_case(x, row, column, flag)
+                    run(f"{row} / {column}{note}", shape, case, goal(row, column, flag, size))
     small = generator.standard_normal((256, 256), dtype=np.float32).astype(DTYPES[options.dtype])
     for name in ("mxfp8", "nvfp4", "fp8_e4m3"):
         for columnwise in (None, name):
