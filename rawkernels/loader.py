@@ -9,12 +9,14 @@ may be deleted at any time. Where it cannot be written, kernels go to a folder o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.metadata
 import io
 import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -75,9 +77,11 @@ def cache_folder() -> Path:
 
 
 @cache
-def _process_folder() -> tempfile.TemporaryDirectory[str]:
+def _process_folder() -> Path:
     """A folder that lives as long as this process, for a cache that cannot be written."""
-    return tempfile.TemporaryDirectory(prefix="hqarray-cubins-")
+    folder = tempfile.mkdtemp(prefix="hqarray-cubins-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def cubin_key(source: Source, arch: str) -> str:
@@ -97,7 +101,7 @@ def cubin_path(source: Source, arch: str, folder: Path | None = None) -> Path:
     except (OSError, RuntimeError) as error:  # the folder may not be entered; there is no home folder
         problem = error
     if problem is not None or _process_folder.cache_info().currsize:
-        own = Path(_process_folder().name) / name
+        own = _process_folder() / name
         if _is_whole(own):
             return own
     cubin, _ = compile_cubin(source, arch)
@@ -113,7 +117,7 @@ def cubin_path(source: Source, arch: str, folder: Path | None = None) -> Path:
         RuntimeWarning,
         stacklevel=2,
     )
-    path = Path(_process_folder().name) / name
+    path = _process_folder() / name
     _write(path, cubin)
     return path
 

@@ -47,7 +47,8 @@ def _is_built(element: Element) -> bool:
     finite = element.values[np.isfinite(element.values)]
     with np.errstate(all="ignore"):
         held = bool((finite.astype(np.float16) == finite).all())
-    return held and element.bias >= 0 and (element.exponent_bits <= 4 or (element.exponent_bits == 5 and element.specials == "ieee"))
+    halves = element.exponent_bits <= 4 or (element.exponent_bits == 5 and element.specials == "ieee")
+    return held and halves and element.bias >= 0
 
 
 def storage_traits(name: str, storage: Storage) -> str:
