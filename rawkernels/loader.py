@@ -153,7 +153,7 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise ImportError("compiling kernels needs cuda-core and NVRTC: pip install 'hqarray[cuda13]'") from error
+        raise ImportError("compiling kernels needs cuda-core and NVRTC: pip install 'hqarray[kernels]'") from error
     log = io.StringIO()
     options = ProgramOptions(arch=arch, include_path=[str(SOURCES)], ptxas_options=["-v"], **OPTIONS)
     try:

@@ -330,5 +330,5 @@ def test_report_of_the_assembler_is_read(tmp_path):
 
 def test_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(ImportError, match=r"pip install 'hqarray\[cuda13\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'hqarray\[kernels\]'"):
         loader.compile_cubin(SOURCE, ARCH)
