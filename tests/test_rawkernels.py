@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hqarray import formats
-from hqarray.formats import ELEMENTS, FORMATS, MX, Element, FP8Block, as_format
+import hqarray as hq
+from hqarray import formats, testing
+from hqarray.formats import BFLOAT16, ELEMENTS, FORMATS, MX, Element, FP8Block, as_format
 from hqarray.rawkernels import catalogue, geometry, loader, traits
 
 KERNELS = sorted(loader.SOURCES.glob("*.cu"))
@@ -265,3 +266,16 @@ def test_a_spill_of_a_main_kernel_is_an_excess(monkeypatch):
     assert kernel.excess("sm_90a", spilling) == 0
     assert kernel.excess("sm_80", spilling) == 8
     assert kernel.excess("sm_90a", replace(spilling, spill_stores=12)) == 4
+
+
+@pytest.mark.gpu
+def test_added_element_equals_the_reference_on_the_gpu(e3m4):
+    cupy = pytest.importorskip("cupy")
+    for dtype, kind in itertools.product((BFLOAT16, np.dtype(np.float32)), ("wide", "nans", "infinities")):
+        x = testing.matrix(kind, (145, 280), dtype)
+        for row, column in ((MX("e3m4"), MX("e3m4")), (FP8Block("e3m4"), MX("e3m4", "even"))):
+            expected = hq.quantize(x, rowwise=row, columnwise=column)
+            actual = hq.quantize(cupy.asarray(x), rowwise=row, columnwise=column)
+            testing.assert_bitwise_equal(actual, expected)
+            for source in ("rowwise", "columnwise"):
+                testing.assert_bitwise_equal(actual.dequantize(source=source), expected.dequantize(source=source))
