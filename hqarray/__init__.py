@@ -10,6 +10,7 @@ from .arrays import HybridArray, QuantizedArray
 from .explore import Comparison, compare
 from .formats import ELEMENTS, FORMATS, FP8, MX, NVFP4, Element, Format, FP8Block, HighPrecision, as_format
 from .gemm import Engine
+from .linear import linear_backward, linear_forward
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
 from .recipes import RECIPES, Recipe, as_recipe
 
@@ -38,6 +39,8 @@ __all__ = [
     "dequantize",
     "engine_for",
     "fake_quantize",
+    "linear_backward",
+    "linear_forward",
     "matmul",
     "quantize",
     "requantize",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -400,14 +401,10 @@ class HybridArray:
         return ops.with_columnwise(self, format)
 
     def __matmul__(self, other: Any) -> Array:
-        from . import ops
-
-        return ops.matmul(self, other)
+        return _matmul()(self, other)
 
     def __rmatmul__(self, other: Any) -> Array:
-        from . import ops
-
-        return ops.matmul(other, self)
+        return _matmul()(other, self)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -475,6 +472,14 @@ def _unpickle_hybrid(
     from .formats import ELEMENTS
 
     return HybridArray(rowwise, columnwise, shape, ELEMENTS[dtype].dtype, derived)
+
+
+@cache
+def _matmul() -> Any:
+    """An import statement takes a microsecond, a tenth of a product's time on the host."""
+    from . import ops
+
+    return ops.matmul
 
 
 def _undefined(what: str) -> str:

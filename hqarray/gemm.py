@@ -100,6 +100,27 @@ def choose_engine(a: Storage, b: Storage, chip: Chip) -> Engine:
     return Engine("fp32", f"{refused}; neither operand is exact in bf16")
 
 
+def asked_engine(asked: Engine | EngineName, a: Storage, b: Storage, chip: Chip) -> Engine:
+    """The engine that a caller names. Raises ValueError where it cannot multiply the two exactly, with the reason."""
+    name = asked.name if isinstance(asked, Engine) else asked
+    if name not in ENGINES:
+        raise ValueError(f"engine={name!r} is not one of {', '.join(ENGINES)}")
+    if chip is None and name != "fp32":
+        raise ValueError(f"engine={name!r} runs on a GPU; on NumPy the engine is fp32 (decoded to float32, BLAS)")
+    refused = None if chip is None else native_refusal(a, b, chip) if name == "native" else _inexact(name, a, b)
+    if refused is not None:
+        raise ValueError(f"engine={name!r} cannot multiply these operands: {refused}; without engine= it is "
+                         f"{choose_engine(a, b, chip).name!r}")
+    return Engine(name, "asked for", isinstance(asked, Engine) and asked.fast_accumulate)
+
+
+def _inexact(name: EngineName, a: Storage, b: Storage) -> str | None:
+    terms = sorted((bf16_terms(a), bf16_terms(b)))
+    if name == "bf16" and terms != [1, 1]:
+        return "one operand is not exact in bf16" if terms == [1, 3] else "neither operand is exact in bf16"
+    return "neither operand is exact in bf16" if name == "bf16x3" and terms == [3, 3] else None
+
+
 def bf16_terms(storage: Storage) -> int:
     """How many bf16 numbers hold a decoded element exactly, its scalar scale left to alpha: 1 or 3.
 
@@ -121,6 +142,8 @@ def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:
     if a.scale == "e8m0":
         if (a.element.bits, b.element.bits) != (8, 8):
             return "cuBLASLt has no MXFP6 or MXFP4"
+        if kinds == {"e5m2"}:
+            return "cuBLASLt has no E5M2 x E5M2"
         return None if (10, 0) <= chip < (12, 0) else f"{sm} has no MXFP8 tensor cores (sm_100 has)"
     if a.scale == "e4m3":
         return None if (10, 0) <= chip < (12, 0) else f"{sm} has no NVFP4 tensor cores (sm_100 has)"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from . import gemm, reference
-from .arrays import Direction, HybridArray, QuantizedArray
+from .arrays import Direction, HybridArray, Packed, QuantizedArray
 from .formats import BFLOAT16, Format, as_format
 from .layout import Array
 
@@ -116,8 +116,9 @@ def quantize(
     if columnwise_source not in ("original", "rowwise_dequantized"):
         raise ValueError(f"columnwise_source={columnwise_source!r} is not 'original' or 'rowwise_dequantized'")
     dtype = _nominal(values.dtype)
-    row, column = (None if f is None else as_format(f).resolve(dtype) for f in (rowwise, columnwise))
-    whole = _scalar_amax(amax, [format for format in (row, column) if format is not None])
+    row = None if rowwise is None else as_format(rowwise).resolve(dtype)
+    column = None if columnwise is None else as_format(columnwise).resolve(dtype)
+    whole = None if amax is None else _scalar_amax(amax, [format for format in (row, column) if format is not None])
     matrix = _matrix(values, "values")
     backend = _backend(matrix)
     derived: Direction | None = None
@@ -150,7 +151,7 @@ def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any =
             f"quantize anew"
         )
     matrix = _matrix(values, "values")
-    whole = _scalar_amax(amax, [part.format for _, part in array.parts()])
+    whole = None if amax is None else _scalar_amax(amax, [part.format for _, part in array.parts()])
     _backend(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, noop)
 
 
@@ -260,17 +261,25 @@ def matmul(
     exact product, plus one rounding to out_dtype.
     Raises ValueError for shapes that do not match or a missing part, TypeError for a dtype it cannot use.
     """
+    choices = (out_dtype, activation, accumulate, engine)
+    gpu = _gpu_module(a, b)
+    if gpu is not None:
+        done = gpu.warm(a, b, out, bias, choices)
+        if done is not None:
+            return done
     a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)
-    _check_engine(engine, left, right)
+    chosen = _engine(engine, left, right, None if gpu is None else gpu.chip_of(_ordinal(left.data)))
     shape = left.lead + right.lead
     out, aux = out if isinstance(out, tuple) else (out, None)
     dtype = _out_dtype(left, right, out, out_dtype)
     for name, array in (("out", out), ("aux", aux)):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} must have shape {shape} for {a.shape} @ {b.shape}, it has {array.shape}")
+    if aux is not None and aux.dtype not in FLOATS[:3]:
+        raise TypeError(f"aux is float32, float16 or bfloat16, not {aux.dtype}")
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out; pass out=")
     if activation not in (None, "gelu"):
@@ -279,9 +288,12 @@ def matmul(
         bias = _array(bias, "bias")
         if bias.shape != right.lead:
             raise ValueError(f"bias must have shape {right.lead}, it has {bias.shape}")
+    _check_places(gpu, {"a": left.data, "b": right.data, "out": out, "aux": aux, "bias": bias})
+    epilogue = gemm.Epilogue(bias, activation, accumulate)
+    if gpu is not None:
+        return gpu.multiply(gpu.Request(a, b, left, right, shape, dtype, out, aux, epilogue, chosen, choices))
     if out is None:
         out = np.empty(shape, dtype)
-    epilogue = gemm.Epilogue(bias, activation, accumulate)
     flat = (left.shape[0], right.shape[0])
     target, spare = _flat(out, flat), None if aux is None else _flat(aux, flat)
     gemm.multiply(left, right, epilogue, target, spare)
@@ -293,6 +305,60 @@ def matmul(
 
 def _flat(out: Array, shape: tuple[int, int]) -> Array:
     return out.reshape(shape)
+
+
+@cache
+def _gpu_gemm() -> ModuleType:
+    from . import cuda_gemm
+
+    return cuda_gemm
+
+
+def _gpu_module(a: Any, b: Any) -> ModuleType | None:
+    """The module that multiplies on a GPU where both operands are there; None for the host."""
+    left, right = _backend_of_type(_memory_type(a)), _backend_of_type(_memory_type(b))
+    if left is right:
+        return None if left is reference or left is None else _gpu_gemm()
+    if left in (reference, None) and right in (reference, None):
+        return None
+    raise TypeError(
+        f"a @ b needs both operands in one place; a is {_place(a)}, b is {_place(b)}: "
+        f"move one with cupy.asarray(...) or cupy.asnumpy(...) and quantize it there"
+    )
+
+
+def _memory_type(x: Any) -> type:
+    """The type of what holds the numbers of an operand."""
+    if not isinstance(x, HybridArray):
+        return type(x)
+    part = x.rowwise if x.rowwise is not None else x.columnwise
+    buffers = part.buffers  # type: ignore[union-attr]
+    return type(buffers.memory if isinstance(buffers, Packed) else buffers.codes)
+
+
+def _place(x: Any) -> str:
+    name = "on a GPU (CuPy)" if _backend_of_type(_memory_type(x)) not in (reference, None) else "on the host"
+    return f"{type(x).__name__} {name}"
+
+
+def _check_places(gpu: ModuleType | None, arrays: dict[str, Any]) -> None:
+    """All arrays of a product lie where a does."""
+    if gpu is None:
+        for name, array in arrays.items():
+            if array is not None and not isinstance(array, QuantizedArray) and not isinstance(array, np.ndarray):
+                raise TypeError(f"{name} is {type(array).__name__}, a and b are on the host; pass a NumPy array")
+        return
+    there = {name: _ordinal(array) for name, array in arrays.items() if array is not None}
+    for name, ordinal in there.items():
+        if ordinal != there["a"]:
+            place = "the host" if ordinal is None else f"cuda:{ordinal}"
+            raise TypeError(f"{name} is on {place}, a on cuda:{there['a']}; move it there, or make it there")
+
+
+def _ordinal(array: Any) -> int | None:
+    """Number of the GPU where an array lies; None for the host."""
+    device = getattr(array, "device", "cpu")
+    return None if isinstance(device, str) else int(device.id)
 
 
 def _check_shapes(a: Any, b: Any) -> None:
@@ -311,14 +377,12 @@ def _check_rotation(left: gemm.Operand, right: gemm.Operand) -> None:
         raise ValueError("one operand is Hadamard-rotated (rht) and the other is not; quantize both alike")
 
 
-def _check_engine(engine: gemm.Engine | str | None, left: gemm.Operand, right: gemm.Operand) -> None:
-    if engine is None:
-        return
-    name = engine.name if isinstance(engine, gemm.Engine) else engine
-    if name not in gemm.ENGINES:
-        raise ValueError(f"engine={name!r} is not one of {', '.join(gemm.ENGINES)}")
-    if name != "fp32":
-        raise ValueError(f"engine={name!r} runs on a GPU; on NumPy the engine is fp32 (decoded to float32, BLAS)")
+def _engine(
+    asked: gemm.Engine | str | None, left: gemm.Operand, right: gemm.Operand, chip: gemm.Chip
+) -> gemm.Engine:
+    if asked is None:
+        return gemm.choose_engine(left.storage, right.storage, chip)
+    return gemm.asked_engine(asked, left.storage, right.storage, chip)  # type: ignore[arg-type]
 
 
 def _out_dtype(left: gemm.Operand, right: gemm.Operand, out: Any, out_dtype: Any) -> np.dtype[Any]:
@@ -335,8 +399,9 @@ def _out_dtype(left: gemm.Operand, right: gemm.Operand, out: Any, out_dtype: Any
 
 def engine_for(a: Any, b: Any) -> gemm.Engine:
     """What `a @ b` would be multiplied by, and why, without multiplying."""
+    gpu = _gpu_module(a, b)
     a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)
-    return gemm.choose_engine(left.storage, right.storage, None)
+    return _engine(None, left, right, None if gpu is None else gpu.chip_of(_ordinal(left.data)))

@@ -44,6 +44,13 @@ class Recipe:
     def __post_init__(self) -> None:
         for role in ROLES:
             object.__setattr__(self, role, _pair(role, getattr(self, role)))
+        for product in PRODUCTS:
+            left, right = self.product(product)
+            if _is_rotated(left) != _is_rotated(right):
+                raise ValueError(
+                    f"Recipe: {product} would multiply {left.name} by {right.name}, of which one is Hadamard-rotated "
+                    f"(rht) and the other is not; rotate both or neither"
+                )
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -71,6 +78,10 @@ class Recipe:
             raise KeyError(f"{role!r} is not one of {', '.join(ROLES)}")
         pair: Pair = getattr(self, role)
         return pair
+
+
+def _is_rotated(format: Format) -> bool:
+    return format.scaling is not None and format.storage.rht
 
 
 def _pair(role: str, value: object) -> Pair:

@@ -1,7 +1,7 @@
-// Finish a product: OUT = [OUT +] activation(SUM + BIAS), float32 with one rounding, to any row pitch; AUX = SUM + BIAS.
-// Grid: 1024 columns x 8 rows a block, 4 columns a thread.
+// Finish a product: grid (columns, rows, rows again) of tiles of 8 x 1024, 4 columns of each row a thread.
 //
-// Generated before this text: Output, Bias, Aux (types), HAS_BIAS, HAS_AUX, GELU, ACCUMULATE.
+// OUT = [OUT +] activation(SUM + BIAS), float32 with one rounding, to any row pitch; AUX = SUM + BIAS. Generated before
+// this text: Output, Bias, Aux (types), HAS_BIAS, HAS_AUX, GELU, ACCUMULATE.
 #include "encode.cuh"
 
 namespace hq {

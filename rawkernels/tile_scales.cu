@@ -1,6 +1,7 @@
-// Byte scales to 128 x 4 tiles: (blocks, lines) as quantize writes them -> what cuBLASLt reads on Blackwell
-// (layout.Tiled128x4). Grid: 128 lines x 8 blocks a block of 256 threads, 4 scales of a line a thread. The global scales
-// of both operands go to *alpha.
+// Byte scales to 128 x 4 tiles: grid (blocks, lines, lines again) of tiles of 128 lines x 8 blocks, 4 scales a thread.
+//
+// From (blocks, lines) as quantize writes them to what cuBLASLt reads on Blackwell (layout.Tiled128x4). The global
+// scales of both operands go to *alpha.
 #include "input.cuh"
 
 namespace hq {

@@ -154,7 +154,7 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
     shared = geometry.dequantize_shared_bytes(tile, storage, transposed)
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
-        + _tile(tile, aligned, 2 if dtype == "float32" or storage.element.bits > 16 or shared > 24 << 10 else 4)
+        + _tile(tile, aligned, geometry.dequantize_min_blocks(storage, dtype, transposed, shared))
         + f"constexpr int TRANSPOSED = {int(transposed)};\n" + storage_traits("Part", storage) + "};\n"
     )
     return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
@@ -184,11 +184,11 @@ def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Laun
     few = dtype == "bfloat16" and storage.element.bits <= 16 and terms == 1
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
-        + _tile(geometry.decode_tile(), True, 4 if few else 2)
+        + _tile(geometry.DECODE_TILE, True, 4 if few else 2)
         + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n"
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )
-    return Launch(Source("decode.cu", "hq_decode", text), geometry.decode_tile(), 0)
+    return Launch(Source("decode.cu", "hq_decode", text), geometry.DECODE_TILE, 0)
 
 
 @dataclass(frozen=True)

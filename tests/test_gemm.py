@@ -247,7 +247,7 @@ ENGINES = {  # DESIGN section 5: numpy, sm_80, sm_90, sm_100, sm_120
     "t3 v": " fp32 bf16x3 bf16x3 bf16x3 bf16x3",
     "mx8 mx8": "fp32 bf16 bf16   native bf16",
     "mx8 mx2": "fp32 bf16 bf16   native bf16",
-    "mx2 mx2": "fp32 bf16 bf16   native bf16",
+    "mx2 mx2": "fp32 bf16 bf16   bf16   bf16",
     "mx8 mx4": "fp32 bf16 bf16   bf16   bf16",
     "mx6 mx6": "fp32 bf16 bf16   bf16   bf16",
     "nv nv": "fp32 bf16   bf16   native bf16",

@@ -1,0 +1,378 @@
+"""What reaches cuBLASLt, recorded by a library that is none; and the calls that matmul would make on other chips."""
+
+import ctypes
+import enum
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import hqarray as hq
+from hqarray import cublaslt, gemm
+from hqarray.arrays import Packed, QuantizedArray
+from hqarray.cublaslt import Operand, Plan, Product, Refused
+from hqarray.formats import BFLOAT16, FORMATS
+from hqarray.layout import Tiled128x4, part_layout, round_up
+
+# Numbers and widths of cublasLt.h 13.
+DESC = {"POINTER_MODE": (2, "i4"), "TRANSA": (3, "i4"), "TRANSB": (4, "i4"), "EPILOGUE": (7, "u4"),
+        "BIAS_POINTER": (8, "i8"), "EPILOGUE_AUX_POINTER": (11, "i8"), "EPILOGUE_AUX_LD": (12, "i8"),
+        "A_SCALE_POINTER": (17, "i8"), "B_SCALE_POINTER": (18, "i8"), "EPILOGUE_AUX_DATA_TYPE": (22, "i4"),
+        "FAST_ACCUM": (25, "i1"), "BIAS_DATA_TYPE": (26, "i4"), "A_SCALE_MODE": (31, "i4"), "B_SCALE_MODE": (32, "i4")}
+PREFERENCE = {"MAX_WORKSPACE_BYTES": (1, "u8"), "MIN_ALIGNMENT_A_BYTES": (5, "u4"), "MIN_ALIGNMENT_B_BYTES": (6, "u4"),
+              "MIN_ALIGNMENT_C_BYTES": (7, "u4"), "MIN_ALIGNMENT_D_BYTES": (8, "u4")}
+SCALE = {"SCALAR_32F": 0, "VEC16_UE4M3": 1, "VEC32_UE8M0": 2, "OUTER_VEC_32F": 3, "VEC128_32F": 4, "BLK128x128_32F": 5}
+EPILOGUE = {"DEFAULT": 1, "BIAS": 4, "GELU": 32, "GELU_AUX": 160, "GELU_BIAS": 36, "GELU_AUX_BIAS": 164}
+TYPES = {0: "float32", 2: "float16", 14: "bfloat16", 28: "e4m3", 29: "e5m2", 33: "e2m1"}
+
+FLOAT32 = np.dtype(np.float32)
+
+LOG = """\
+[2026-11-30 14:37:37][cublasLt][696][Api][cublasLtMatmulDescCreate] matmulDesc=0X7FFE computeType=COMPUTE_32F
+[2026-11-30 14:37:37][cublasLt][696][Error][cublasLtMatmulAlgoGetHeuristic] M must be divisible by 16
+[2026-11-30 14:37:37][cublasLt][696][Hint][cublasLtMatmulAlgoGetHeuristic] The scaling mode for A needs a pointer
+"""
+
+
+class FakeError(Exception):
+    pass
+
+
+class Library:
+    """Records attributes as they are read from memory; refuses what `refuses` says."""
+
+    cuBLASLtError = FakeError
+    MatmulDescAttribute = enum.IntEnum("MatmulDescAttribute", {name: number for name, (number, _) in DESC.items()})
+    MatmulPreferenceAttribute = enum.IntEnum("Preference", {name: number for name, (number, _) in PREFERENCE.items()})
+    MatmulMatrixScale = enum.IntEnum("MatmulMatrixScale", SCALE)
+    Epilogue = enum.IntEnum("Epilogue", EPILOGUE)
+    PointerMode = enum.IntEnum("PointerMode", {"HOST": 0, "DEVICE": 1})
+    matmul_heuristic_result_dtype = np.dtype([("algo", "<u8", (8,)), ("workspace", "<u8"), ("rest", "<i4", (6,))])
+
+    def __init__(self, refuses=lambda library: False):
+        self.refuses, self.made, self.log, self.level = refuses, itertools.count(100), None, 0
+        self.desc, self.layouts, self.preferences, self.launches, self.sets = {}, {}, {}, [], []
+        self.destroyed = set()
+
+    def get_version(self):
+        return 130100
+
+    def get_matmul_desc_attribute_dtype(self, attribute):
+        return {number: np.dtype(width).type for number, width in DESC.values()}[attribute]
+
+    def get_matmul_preference_attribute_dtype(self, attribute):
+        return {number: np.dtype(width).type for number, width in PREFERENCE.values()}[attribute]
+
+    def matmul_desc_create(self, compute, scale):
+        assert (compute, scale) == (68, 0)
+        self.desc = {}
+        return next(self.made)
+
+    def _read(self, table, attribute, pointer, nbytes):
+        (name, width), = ((name, width) for name, (number, width) in table.items() if number == attribute)
+        assert nbytes == np.dtype(width).itemsize, f"{name} takes {width}"
+        return name, int(np.frombuffer(ctypes.string_at(pointer, nbytes), width)[0])
+
+    def matmul_desc_set_attribute(self, desc, attribute, pointer, nbytes):
+        name, value = self._read(DESC, attribute, pointer, nbytes)
+        self.desc[name] = value
+        self.sets.append(name)
+
+    def matrix_layout_create(self, type, rows, columns, pitch):
+        handle = next(self.made)
+        self.layouts[handle] = (TYPES[type], rows, columns, pitch)
+        return handle
+
+    def matmul_preference_create(self):
+        self.preferences = {}
+        return next(self.made)
+
+    def matmul_preference_set_attribute(self, preference, attribute, pointer, nbytes):
+        name, value = self._read(PREFERENCE, attribute, pointer, nbytes)
+        self.preferences[name] = value
+
+    def matmul_algo_get_heuristic(self, handle, desc, a, b, c, d, preference, wanted, results, count):
+        assert c == d and wanted == 1
+        self.asked = tuple(self.layouts[layout] for layout in (a, b, d))
+        if self.refuses(self):
+            if self.level:
+                with open(self.log, "w") as file:
+                    file.write(LOG)
+            raise FakeError("not supported (CUBLAS_STATUS_NOT_SUPPORTED). You can set CUBLASLT_LOG_LEVEL=5 to see more")
+        ctypes.memset(count, 1, 1)
+
+    def matmul(self, *arguments):
+        self.launches.append((dict(self.desc), arguments))
+
+    def logger_open_file(self, path):
+        self.log = path
+
+    def logger_set_level(self, level):
+        self.level = level
+
+    def _destroy(self, handle):
+        assert handle not in self.destroyed
+        self.destroyed.add(handle)
+
+    matmul_desc_destroy = matrix_layout_destroy = matmul_preference_destroy = _destroy
+
+
+def product(scale_a=None, scale_b=None, type="e4m3", result="bfloat16", m=48, n=64, k=96, **more):
+    return Product(Operand(type, m, k, k, scale=scale_a), Operand(type, n, k, k + 32, scale=scale_b), result, n, **more)
+
+
+# --- descriptions ---------------------------------------------------------------------------------
+
+
+def test_row_major_k_major_operands_are_cublas_tn_with_sides_exchanged():
+    library = Library()
+    Plan(library, 7, product("SCALAR_32F", "SCALAR_32F"))
+    assert library.asked == (("e4m3", 96, 64, 128), ("e4m3", 96, 48, 96), ("bfloat16", 64, 48, 64))
+    assert (library.desc["TRANSA"], library.desc["TRANSB"]) == (1, 0)
+    assert library.preferences == {"MAX_WORKSPACE_BYTES": 32 << 20} | {f"MIN_ALIGNMENT_{x}_BYTES": 256 for x in "ABCD"}
+
+
+def test_operands_that_lie_the_other_way_are_read_in_place():
+    library = Library()
+    a, b = Operand("bfloat16", 48, 96, 56, k_major=False), Operand("bfloat16", 64, 96, 72, k_major=False)
+    Plan(library, 7, Product(a, b, "float32", 64))
+    assert library.asked == (("bfloat16", 64, 96, 72), ("bfloat16", 48, 96, 56), ("float32", 64, 48, 64))
+    assert (library.desc["TRANSA"], library.desc["TRANSB"]) == (0, 1)
+    assert not any("SCALE" in name for name in library.desc)
+
+
+@pytest.mark.parametrize(("a", "b"), [("SCALAR_32F", "SCALAR_32F"), ("VEC128_32F", "VEC128_32F"),
+                                      ("VEC128_32F", "BLK128x128_32F"), ("BLK128x128_32F", "VEC128_32F"),
+                                      ("VEC32_UE8M0", "VEC32_UE8M0"), ("VEC16_UE4M3", "VEC16_UE4M3")])
+def test_scale_modes_and_pointers_change_sides_with_the_operands(a, b):
+    library = Library()
+    plan = Plan(library, 7, product(a, b))
+    assert (library.desc["A_SCALE_MODE"], library.desc["B_SCALE_MODE"]) == (SCALE[b], SCALE[a])
+    plan.run(1000, 2000, 3000, (11, 22), (4, 5), 0, 0, 6000, 9)
+    desc, arguments = library.launches[0]
+    assert (desc["B_SCALE_POINTER"], desc["A_SCALE_POINTER"]) == (11, 22)
+    handle, _, alpha, first, first_layout, second, second_layout, beta, c, c_layout, d, d_layout = arguments[:12]
+    assert (handle, alpha, beta, first, second, c, d) == (7, 4, 5, 2000, 1000, 3000, 3000)
+    assert (library.layouts[first_layout][2], library.layouts[second_layout][2]) == (64, 48)
+    assert c_layout == d_layout and arguments[13:] == (6000, 32 << 20, 9)
+
+
+def test_the_heuristic_is_asked_with_a_pointer_for_scales():
+    """cuBLASLt 13.1 refuses block scales without one."""
+    library = Library(lambda library: not library.desc.get("A_SCALE_POINTER"))
+    Plan(library, 7, product("VEC128_32F", "VEC128_32F"))
+
+
+def test_pointers_are_set_where_they_change_and_only_there():
+    library = Library()
+    plan = Plan(library, 7, product("SCALAR_32F", "SCALAR_32F", bias="bfloat16", epilogue="BIAS"))
+    plan.run(0, 0, 0, (11, 22), (4, 5), 33, 0, 0, 0)
+    before = len(library.sets)
+    plan.run(0, 0, 0, (11, 23), (4, 5), 33, 0, 0, 0)
+    assert library.sets[before:] == ["A_SCALE_POINTER"]
+    assert library.launches[1][0]["BIAS_POINTER"] == 33
+
+
+def test_epilogue_bias_aux_and_scalars():
+    library = Library()
+    plan = Plan(library, 7, product(type="bfloat16", epilogue="GELU_AUX_BIAS", bias="bfloat16", aux_pitch=64,
+                                    device_scalars=True, alignment=16))
+    assert library.desc["EPILOGUE"] == 164 and library.desc["BIAS_DATA_TYPE"] == 14
+    assert (library.desc["EPILOGUE_AUX_LD"], library.desc["EPILOGUE_AUX_DATA_TYPE"]) == (64, 14)
+    assert library.desc["POINTER_MODE"] == 1 and library.preferences["MIN_ALIGNMENT_D_BYTES"] == 16
+    plan.run(0, 0, 0, (0, 0), (4, 5), 33, 44, 0, 0)
+    assert library.launches[0][0]["EPILOGUE_AUX_POINTER"] == 44
+    assert cublaslt.epilogue_name(True, True, True) == "GELU_AUX_BIAS"
+    assert cublaslt.epilogue_name(False, False, False) == "DEFAULT"
+
+
+def test_fast_accumulation_is_asked_for_alone():
+    library = Library()
+    Plan(library, 7, product("SCALAR_32F", "SCALAR_32F"))
+    assert "FAST_ACCUM" not in library.desc
+    Plan(library, 7, product("SCALAR_32F", "SCALAR_32F", fast_accumulate=True))
+    assert library.desc["FAST_ACCUM"] == 1
+
+
+def test_descriptors_are_destroyed_once_with_their_plan():
+    library = Library()
+    plan = Plan(library, 7, product())
+    kept = set(library.layouts)
+    assert not library.destroyed & kept
+    del plan
+    assert kept < library.destroyed and len(library.destroyed) == 5  # descriptor, three layouts, preference
+
+
+def test_a_refusal_carries_what_cublaslt_logs():
+    library = Library(lambda library: True)
+    with pytest.raises(Refused, match=r"^not supported \(CUBLAS_STATUS_NOT_SUPPORTED\)\.$"):
+        Plan(library, 7, product())
+    reason = cublaslt.reason_of(library, lambda: Plan(library, 7, product()))
+    assert reason == "M must be divisible by 16; The scaling mode for A needs a pointer"
+    assert library.level == 0
+    silent = Library(lambda library: True)
+    silent.logger_set_level = lambda level: None
+    assert cublaslt.reason_of(silent, lambda: Plan(silent, 7, product())).startswith("not supported")
+
+
+def test_the_numbers_are_those_of_the_bindings():
+    bindings = pytest.importorskip("nvmath.bindings.cublasLt")
+    for name, (number, width) in DESC.items():
+        assert bindings.MatmulDescAttribute[name].value == number
+        assert np.dtype(bindings.get_matmul_desc_attribute_dtype(number)).itemsize == np.dtype(width).itemsize
+    for name, (number, width) in PREFERENCE.items():
+        assert bindings.MatmulPreferenceAttribute[name].value == number
+        assert np.dtype(bindings.get_matmul_preference_attribute_dtype(number)).itemsize == np.dtype(width).itemsize
+    assert all(bindings.MatmulMatrixScale[name].value == number for name, number in SCALE.items())
+    assert all(bindings.Epilogue[name].value == number for name, number in EPILOGUE.items())
+    assert bindings.matmul_heuristic_result_dtype.itemsize == Library.matmul_heuristic_result_dtype.itemsize
+
+
+def test_a_library_that_is_too_old_is_named(monkeypatch):
+    bindings = pytest.importorskip("nvmath.bindings.cublasLt")
+    monkeypatch.setattr(bindings, "get_version", lambda: 120800, raising=False)
+    cublaslt.library.cache_clear()
+    with pytest.raises(ImportError, match=r"cuBLASLt 12\.8\.0 is loaded .* hqarray needs 12\.9\.0"):
+        cublaslt.library()
+    cublaslt.library.cache_clear()
+
+
+# --- the calls of matmul, on any chip -------------------------------------------------------------
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """The call of `a @ b` on a chip that is not there, and the product it asks cuBLASLt for."""
+    pytest.importorskip("cupy")
+    from hqarray import cuda, cuda_gemm
+
+    library = Library()
+    monkeypatch.setattr(cublaslt, "library", lambda: library)
+    monkeypatch.setattr(cublaslt.handles, "of", lambda device: 7)
+    monkeypatch.setattr(cuda_gemm, "getDevice", lambda: 0)
+    monkeypatch.setattr(cuda, "_kernel", lambda launch, m, k, device: SimpleNamespace(launch=launch, shape=(m, k)))
+    monkeypatch.setattr(cuda_gemm, "_plans", {})
+
+    def make(a, b, m, n, k, chip, dtype=FLOAT32, refuses=lambda library: False, **epilogue):
+        library.refuses = refuses
+        x, y = (_part_at(FORMATS[name], (outer, k)) for name, outer in ((a, m), (b, n)))
+        left, right = (gemm.Operand(part, part.format.storage, dtype, part.shape[:1]) for part in (x, y))
+        engine = gemm.choose_engine(left.storage, right.storage, chip)
+        last = gemm.Epilogue(**epilogue)
+        request = cuda_gemm.Request(None, None, left, right, (m, n), dtype, None, None, last, engine, ())
+        return cuda_gemm._make(request, x, y, None, None, None)
+
+    return make
+
+
+def _part_at(format, shape):
+    layout = part_layout(format.storage, shape)
+    return QuantizedArray(format, shape, Packed(SimpleNamespace(ptr=1 << 20), layout, layout.has_global_scale, False))
+
+
+def test_mxfp8_on_blackwell_is_one_product_of_codes_with_tiled_scales(make):
+    call = make("mxfp8", "mxfp8_e5m2", 256, 384, 1024, (10, 0))
+    product = call.plan.product
+    assert product.a == Operand("e4m3", 256, 1024, 1024, scale="VEC32_UE8M0")
+    assert product.b == Operand("e5m2", 384, 1024, 1024, scale="VEC32_UE8M0")
+    assert not product.device_scalars and call.alpha == -1 and call.finish is None
+    left, right = (side.work for side in call.sides)
+    assert (left.lines, left.blocks, right.lines, right.blocks) == (256, 32, 384, 32)
+    assert left.codes == right.codes == -1 and not left.writes_alpha
+    assert right.target - left.target >= np.prod(Tiled128x4().buffer_shape(256, 32))
+
+
+def test_nvfp4_on_blackwell_multiplies_both_global_scales_into_alpha(make):
+    call = make("nvfp4", "nvfp4_16x16", 256, 384, 1024, (10, 0), BFLOAT16)
+    product = call.plan.product
+    assert product.a == Operand("e2m1", 256, 1024, 1024, scale="VEC16_UE4M3")
+    assert product.type == "bfloat16" and product.device_scalars and call.alpha >= 0
+    assert [side.work.writes_alpha for side in call.sides] == [True, False]
+    assert all(side.scalar_offset for side in call.sides)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_ragged_shapes_on_blackwell_are_padded_with_zero_codes(make, name):
+    def is_ragged(library):
+        return any(columns % 16 for _, _, columns, _ in library.asked[:2])
+
+    call = make(name, name, 33, 50, 1000, (10, 0), refuses=is_ragged)
+    product = call.plan.product
+    assert (product.a.outer, product.b.outer) == (48, 64) and product.type == "float32" and call.finish is not None
+    assert product.a.k == product.a.pitch == 1024 and product.a.k % 32 == 0
+    for side in call.sides:
+        assert (side.work.codes >= 0) == (name == "mxfp8")  # rows of 1008 bytes; 512 bytes are 1024 FP4 codes
+
+
+@pytest.mark.parametrize("b", FORMATS)
+@pytest.mark.parametrize("a", FORMATS)
+def test_every_call_on_hopper_is_one_product_over_k_with_zeros(make, a, b):
+    m, n, k = 33, 50, 77
+    call = make(a, b, m, n, k, (9, 0))
+    product, engine = call.plan.product, gemm.choose_engine(FORMATS[a].storage, FORMATS[b].storage, (9, 0)).name
+    width = round_up(k, 8)
+    expected = {"bf16": width, "bf16x3": 3 * width, "fp32": width}
+    if engine != "native":
+        assert product.a.k == product.b.k == expected[engine] or engine == "fp32"
+        assert product.a.type == ("float32" if engine == "fp32" else "bfloat16")
+        storages = [FORMATS[name].storage for name in (a, b)]
+        scalars = [s.global_scale or (s.block is None and s.scale != "none") for s in storages]
+        assert product.device_scalars == any(scalars)
+        assert [side.scalar_offset > 0 for side in call.sides] == scalars
+        writers = [getattr(side.work, "writes_alpha", False) for side in call.sides]
+        assert sum(writers) == any(scalars)
+    assert product.a.k == product.b.k and k <= product.a.k <= min(product.a.pitch, product.b.pitch)
+    for operand in (product.a, product.b):
+        assert operand.pitch * cublaslt.BITS[operand.type] % 128 == 0, "every pitch is a multiple of 16 bytes"
+    assert product.pitch * cublaslt.BITS[product.type] % 128 == 0
+    for side in call.sides:  # what is written to scratch memory does not overlap
+        assert getattr(side.work, "target", 0) % 256 == 0
+
+
+def test_scales_of_rows_that_a_padded_product_adds_have_their_pitch(make):
+    """cuBLASLt 13.1 on sm_90: n % 8 == 0, m % 4 == 0 under 1x128 blocks."""
+    def refuses(library):
+        return library.asked[0][2] % 8 != 0 or library.asked[1][2] % 4 != 0
+
+    call = make("fp8_block_1x128", "fp8_block_1x128", 3, 17, 300, (9, 0), refuses=refuses)
+    product = call.plan.product
+    assert (product.a.outer, product.b.outer) == (4, 24)
+    left, right = (side.work for side in call.sides)
+    assert left is None  # pad4(3) == pad4(4)
+    assert (right.pitch, right.wider, right.blocks) == (4 * 20, 4 * 24, 3)
+    assert call.finish is not None and call.finish.sum_pitch == 24
+
+
+def test_what_cublaslt_refuses_altogether_names_operands_and_reason(make):
+    with pytest.raises(Refused, match=r"refuses \(33, 64\) @ \(64, 50\) of e4m3 SCALAR_32F and .*: M must"):
+        make("fp8_e4m3", "fp8_e4m3", 33, 50, 64, (9, 0), refuses=lambda library: True)
+
+
+def test_shapes_without_work_ask_for_no_product(make):
+    assert make("mxfp8", "mxfp8", 0, 5, 64, (9, 0)).plan is None
+    call = make("mxfp8", "mxfp8", 4, 5, 0, (9, 0))
+    assert call.plan is None and call.finish is not None
+
+
+# --- choice by name -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "a", "b", "message"), [
+    ("native", "mxfp8", "mxfp8", "sm_90 has no MXFP8 tensor cores"),
+    ("native", "fp8_e5m2", "fp8_e5m2", "no E5M2 x E5M2; without engine= it is 'bf16'"),
+    ("bf16", "fp8_block_1x128", "mxfp8", "one operand is not exact in bf16; without engine= it is 'bf16x3'"),
+    ("bf16", "fp32", "fp32", "neither operand is exact in bf16"),
+    ("bf16x3", "fp32", "fp8_block_128x128", "neither operand is exact in bf16; without engine= it is 'fp32'"),
+])
+def test_an_engine_that_is_not_exact_is_refused_with_the_reason(name, a, b, message):
+    with pytest.raises(ValueError, match=message):
+        gemm.asked_engine(name, FORMATS[a].storage, FORMATS[b].storage, (9, 0))
+
+
+def test_an_engine_by_name_or_value():
+    storage = FORMATS["fp8_e4m3"].storage
+    for name in ("native", "bf16", "bf16x3", "fp32"):
+        assert gemm.asked_engine(name, storage, storage, (9, 0)).name == name
+    fast = gemm.asked_engine(hq.Engine("native", fast_accumulate=True), storage, storage, (9, 0))
+    assert fast.fast_accumulate and str(fast) == "native: asked for"

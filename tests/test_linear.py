@@ -1,0 +1,125 @@
+"""linear_forward and linear_backward against the three products they are, on NumPy and on a GPU."""
+
+import numpy as np
+import pytest
+
+import hqarray as hq
+from hqarray import testing
+from hqarray.formats import BFLOAT16
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    return np if request.param == "numpy" else pytest.importorskip("cupy")
+
+
+def operands(xp, lead=(24,), n=40, k=72, dtype=np.float32):
+    shapes = ((*lead, k), (n, k), (*lead, n))
+    return [xp.asarray(testing.matrix("gauss", shape, dtype, seed=seed)) for seed, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("recipe", hq.RECIPES)
+def test_the_three_products_are_those_of_the_recipes_formats(xp, recipe):
+    x, w, dy = operands(xp)
+    y, saved = hq.linear_forward(x, w, recipe)
+    dx, dw = hq.linear_backward(dy, saved)
+    pairs = hq.as_recipe(recipe)
+    hx, hw, hdy = (hq.quantize(values, rowwise=pairs[role][0], columnwise=pairs[role][1])
+                   for role, values in (("input", x), ("weight", w), ("grad_output", dy)))
+    testing.assert_bitwise_equal(y, hx @ hw.T)
+    testing.assert_bitwise_equal(dx, hdy @ hw)
+    testing.assert_bitwise_equal(dw, hdy.T @ hx)
+
+
+@pytest.mark.parametrize("recipe", hq.RECIPES)
+def test_gradients_are_close_to_the_unquantized_ones(xp, recipe):
+    x, w, dy = operands(xp)
+    y, saved = hq.linear_forward(x, w, recipe)
+    results = (y, *hq.linear_backward(dy, saved))
+    for actual, exact in zip(results, (x @ w.T, dy @ w, dy.T @ x), strict=True):
+        error = float(xp.linalg.norm(actual - exact) / xp.linalg.norm(exact))
+        assert error < (0.3 if "nvfp4" in recipe else 0.1), f"{recipe}: {error}"
+
+
+def test_saved_holds_columnwise_parts_only_and_the_recipe(xp):
+    x, w, _ = operands(xp)
+    _, saved = hq.linear_forward(x, w, "mxfp8_forward_nvfp4_backward")
+    for array in (saved.x, saved.w):
+        assert [(name, part.format.name) for name, part in array.parts()] == [("columnwise", "nvfp4")]
+    assert saved.recipe is hq.RECIPES["mxfp8_forward_nvfp4_backward"]
+    assert saved.nbytes == saved.x.nbytes + saved.w.nbytes
+
+
+def test_leading_axes_are_summed_into_the_weights_gradient(xp):
+    x, w, dy = operands(xp, lead=(2, 3, 5))
+    y, saved = hq.linear_forward(x, w, "mxfp8")
+    dx, dw = hq.linear_backward(dy, saved)
+    assert (y.shape, dx.shape, dw.shape) == ((2, 3, 5, 40), (2, 3, 5, 72), (40, 72))
+    flat_y, flat_saved = hq.linear_forward(x.reshape(30, 72), w, "mxfp8")
+    flat_dx, flat_dw = hq.linear_backward(dy.reshape(30, 40), flat_saved)
+    for actual, flat in ((y, flat_y), (dx, flat_dx), (dw, flat_dw)):
+        testing.assert_bitwise_equal(actual.reshape(flat.shape), flat)
+
+
+def test_the_weights_gradient_accumulates_where_an_array_is_given(xp):
+    x, w, dy = (values.astype(BFLOAT16) for values in operands(xp))
+    y, saved = hq.linear_forward(x, w, "fp8")
+    assert y.dtype == BFLOAT16
+    total = xp.ones((40, 72), np.float32)
+    _, dw = hq.linear_backward(dy, saved, dw=total)
+    assert dw is total
+    _, again = hq.linear_backward(dy, saved, dw=total)
+    once = hq.matmul(*_wgrad(dy, saved), out_dtype=np.float32)
+    np.testing.assert_allclose(_host(again), _host(1 + 2 * once), rtol=1e-5, atol=1e-4)
+
+
+def _wgrad(dy, saved):
+    return hq.quantize(dy, columnwise=saved.recipe.grad_output[1]).T, saved.x
+
+
+def _host(array):
+    return array.get() if hasattr(array, "get") else array
+
+
+def test_a_weight_is_quantized_once_where_it_is_passed_quantized(xp):
+    x, w, dy = operands(xp)
+    hw = hq.quantize(w, rowwise="nvfp4_16x16", columnwise="nvfp4_16x16")
+    y, saved = hq.linear_forward(x, hw, "nvfp4")
+    testing.assert_bitwise_equal(y, hq.linear_forward(x, w, "nvfp4")[0])
+    assert saved.w.columnwise is hw.columnwise
+    with pytest.raises(ValueError, match=r"w is HybridArray.*the recipe wants rowwise=mxfp8, columnwise=mxfp8"):
+        hq.linear_forward(x, hw, "mxfp8")
+    del dy
+
+
+def test_a_format_or_recipe_value_is_taken_for_a_recipe(xp):
+    x, w, _ = operands(xp)
+    for recipe in (hq.MX(), hq.Recipe("mxfp8", "mxfp8", "nvfp4"), "bf16", "fp32", "mxfp8(rule=floor)"):
+        assert hq.linear_forward(x, w, recipe)[0].shape == (24, 40)
+
+
+def test_unquantized_directions_take_the_dtype_of_their_array(xp):
+    x, w, dy = operands(xp)
+    recipe = hq.Recipe((hq.HighPrecision(), "mxfp8"), (hq.HighPrecision(), "mxfp8"), "mxfp8")
+    y, saved = hq.linear_forward(x, w, recipe)
+    np.testing.assert_allclose(_host(y), _host(x @ w.T), rtol=1e-4, atol=1e-4)
+    hq.linear_backward(dy, saved)
+
+
+def test_shapes_that_do_not_fit_are_named(xp):
+    x, w, dy = operands(xp)
+    with pytest.raises(ValueError, match=r"needs x \(\.\.\., k\) and w \(n, k\), these are \(24, 72\) and \(72, 40\)"):
+        hq.linear_forward(x, w.T, "fp8")
+    _, saved = hq.linear_forward(x, w, "fp8")
+    with pytest.raises(ValueError, match=r"dy must have the shape of y, \(24, 40\), it has \(40, 24\)"):
+        hq.linear_backward(dy.T, saved)
+
+
+def test_a_recipe_that_rotates_one_operand_only_is_refused_when_it_is_made(monkeypatch):
+    rotated = object.__new__(hq.NVFP4)
+    for field, value in (("block", (1, 16)), ("rht", True), ("rounding", "nearest"), ("four_over_six", None)):
+        object.__setattr__(rotated, field, value)
+    assert rotated.storage.rht
+    hq.Recipe(("nvfp4", rotated), "nvfp4", ("nvfp4", rotated))
+    with pytest.raises(ValueError, match=r"wgrad would multiply nvfp4 by nvfp4.*one is Hadamard-rotated"):
+        hq.Recipe(("nvfp4", rotated), "nvfp4", "nvfp4")
