@@ -6,16 +6,18 @@ them. Everything else in the library reads the facts of a row and never asks whi
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from .names import parse_fields, render, suggestion
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
@@ -131,6 +133,26 @@ ELEMENTS: dict[str, Element] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How one scale is stored.
+
+    dtype_name  of its type in ml_dtypes, torch and JAX
+    nan         what is stored where the scale is NaN
+    """
+
+    dtype_name: str
+    nan: float | None
+
+
+SCALES: dict[ScaleKind, Scale] = {
+    "none": Scale("uint8", None),
+    "float32": Scale("float32", float("nan")),
+    "e8m0": Scale("float8_e8m0fnu", 0xFF),
+    "e4m3": Scale("float8_e4m3fn", 0x7F),
+}
+
+
 @cache
 def scale_values(kind: ScaleKind) -> npt.NDArray[np.float32] | None:
     """Decode table of byte scales; None for float32 scales, which are the values.
@@ -198,7 +220,7 @@ class Storage:
     @property
     def scale_dtype_name(self) -> str:
         """Name of the type of one stored scale in ml_dtypes, torch and JAX."""
-        return {"none": "uint8", "float32": "float32", "e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}[self.scale]
+        return SCALES[self.scale].dtype_name
 
     def num_scales(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Logical shape of the scales of an (outer, k) part."""
@@ -250,7 +272,7 @@ class Format(ABC):
 
 
 def _check(kind: str, field: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
+    if repr(value) not in map(repr, allowed):  # 1.0 equals 1 and True, and is neither
         raise ValueError(f"{kind}: {field}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
@@ -258,10 +280,14 @@ def _elements(*bits: int) -> list[str]:
     return [element.name for element in ELEMENTS.values() if element.bits in bits]
 
 
-def _check_reciprocal(kind: str, pow2: bool, epsilon: float) -> None:
-    _check(kind, "pow2", pow2, (False, True))
+def _check_reciprocal(format: FP8 | FP8Block) -> None:
+    kind, epsilon = type(format).__name__, format.epsilon
+    _check(kind, "pow2", format.pow2, (False, True))
+    if not isinstance(epsilon, Real) or isinstance(epsilon, bool):
+        raise TypeError(f"{kind}: epsilon={epsilon!r} is {type(epsilon).__name__}; give a number, such as 1e-6")
     if not 0 <= epsilon <= ELEMENTS["float32"].max:
         raise ValueError(f"{kind}: epsilon={epsilon!r} must be finite in float32 and not negative")
+    object.__setattr__(format, "epsilon", float(epsilon))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +303,7 @@ class FP8(Format):
 
     def __post_init__(self) -> None:
         _check("FP8", "element", self.element, _elements(8))
-        _check_reciprocal("FP8", self.pow2, self.epsilon)
+        _check_reciprocal(self)
 
     @property
     def storage(self) -> Storage:
@@ -303,7 +329,7 @@ class FP8Block(Format):
     def __post_init__(self) -> None:
         _check("FP8Block", "element", self.element, _elements(8))
         _check("FP8Block", "block", self.block, ((1, 128), (128, 128)))
-        _check_reciprocal("FP8Block", self.pow2, self.epsilon)
+        _check_reciprocal(self)
 
     @property
     def storage(self) -> Storage:
@@ -440,41 +466,12 @@ def as_format(format: Format | str) -> Format:
         raise TypeError(f"a format is a short name or a Format, not {type(format).__name__}: {format!r}")
     name, bracket, options = format.strip().partition("(")
     if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown format {format!r}; {hint}known: {', '.join(FORMATS)}")
-    if not bracket:
-        return FORMATS[name]
-    if not options.endswith(")"):
-        raise ValueError(f"format {format!r} lacks the closing bracket; write {name}(field=value, ...)")
+        raise ValueError(f"unknown format {format!r}; {suggestion(name, FORMATS)}known: {', '.join(FORMATS)}")
     row = FORMATS[name]
-    changes = {}
-    for option in filter(None, (part.strip() for part in options[:-1].split(","))):
-        field, equals, text = (part.strip() for part in option.partition("="))
-        known = [f.name for f in fields(row)]  # type: ignore[arg-type]
-        if not equals or field not in known:
-            raise ValueError(f"format {format!r}: {option!r} must be field=value with one of {', '.join(known)}")
-        changes[field] = _parse(text)
+    if not bracket:
+        return row
+    changes = parse_fields(format, name, options, [f.name for f in fields(row)])  # type: ignore[arg-type]
     return replace(row, **changes)  # type: ignore[type-var]
-
-
-def _parse(text: str) -> object:
-    words: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    rows, times, columns = text.partition("x")
-    if times and rows.isdigit() and columns.isdigit():
-        return (int(rows), int(columns))
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 @cache
@@ -483,8 +480,8 @@ def _name(format: Format) -> str:
     for name, row in FORMATS.items():
         if type(row) is not type(format):
             continue
-        changed = [f.name for f in fields(row) if getattr(row, f.name) != getattr(format, f.name)]  # type: ignore[arg-type]
-        options = ",".join(f"{field}={_text(getattr(format, field))}" for field in changed)
+        names = [f.name for f in fields(row)]  # type: ignore[arg-type]
+        changed = {n: getattr(format, n) for n in names if getattr(row, n) != getattr(format, n)}
         if best is None or len(changed) < best[0]:
-            best = (len(changed), f"{name}({options})" if changed else name)
+            best = (len(changed), render(name, changed))
     return best[1] if best else repr(format)

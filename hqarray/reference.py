@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Direction, QuantizedArray, zeros_part
-from .formats import ELEMENTS, Block, Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel, scale_values
+from .formats import ELEMENTS, SCALES, Block, Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel, scale_values
 from .layout import pack_nibbles, round_up, unpack_nibbles
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -280,7 +280,7 @@ def _quantize_tile(
     blocks *= factor[:, None, :, None]
     encoded = encode(loaded, element)
     if has_nan is not None and element.nan_code is None:  # the block's scale carries the NaN
-        stored[has_nan] = {"e8m0": 0xFF, "e4m3": 0x7F}[storage.scale]
+        stored[has_nan] = SCALES[storage.scale].nan
         encoded.reshape(blocks.shape)[np.broadcast_to(has_nan[:, None, :, None], blocks.shape)] = 0
     top, left = tile[0].start, tile[1].start
     if element.stored_bits == 4:  # what fills the last block is zero and packs to the padding

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray.formats import ELEMENTS, FORMATS, Format, as_format, scale_values
+from hqarray.formats import ELEMENTS, FORMATS, SCALES, Format, as_format, scale_values
 
 named = pytest.mark.parametrize
 
@@ -90,6 +90,12 @@ def test_a_bracket_names_the_fields_that_differ(text, format):
     assert as_format(format.name) == format
 
 
+@named("format", [hq.HighPrecision(), hq.FP8(epsilon=1), hq.FP8(epsilon=np.float32(0.1)), hq.FP8Block(pow2=True),
+                  hq.MX("e5m2", "even")], ids=lambda format: format.name)
+def test_every_name_parses_back(format):
+    assert as_format(format.name) == format
+
+
 @named(("text", "format"), [
     ("nvfp4(block=16x16)", hq.NVFP4((16, 16))), ("mxfp8()", hq.MX()), ("mxfp8( rule = even , )", hq.MX(rule="even")),
     ("bf16(dtype=none)", hq.HighPrecision()), ("fp8_e4m3(pow2=False)", hq.FP8()),
@@ -127,6 +133,10 @@ def test_high_precision_takes_its_dtype_from_the_array():
     (lambda: hq.FP8(epsilon=-1.0), "FP8: epsilon=-1.0 must be finite in float32 and not negative"),
     (lambda: hq.FP8(epsilon=1e39), r"FP8: epsilon=1e\+39 must be finite in float32"),
     (lambda: hq.FP8Block(pow2="yes"), "FP8Block: pow2='yes' is not one of False, True"),
+    (lambda: hq.FP8(pow2=1), "FP8: pow2=1 is not one of False, True"),
+    (lambda: hq.FP8Block(block=(1.0, 128.0)), r"FP8Block: block=\(1.0, 128.0\) is not one of \(1, 128\), "),
+    (lambda: hq.NVFP4(block=(True, 16)), r"NVFP4: block=\(True, 16\) is not one of \(1, 16\), "),
+    (lambda: as_format("fp8"), "unknown format 'fp8'; did you mean 'fp8_e4m3'"),
     (lambda: hq.FP8(epsilon=float("nan")), "FP8: epsilon=nan must be finite"),
     (lambda: hq.FP8Block(block=(64, 64)), r"FP8Block: block=\(64, 64\) is not one of \(1, 128\), \(128, 128\)"),
     (lambda: hq.FP8Block(epsilon=float("inf")), "FP8Block: epsilon=inf must be finite"),
@@ -153,6 +163,14 @@ def test_what_is_no_format_is_a_type_error(format):
         as_format(format)
 
 
+@named("make", [lambda: hq.FP8(epsilon="a"), lambda: as_format("fp8_e4m3(epsilon=a)"), lambda: hq.FP8(epsilon=True),
+                lambda: as_format("fp8_block_1x128(epsilon=true)"), lambda: hq.FP8Block(epsilon=None)],
+       ids=["a", "name", "True", "true", "None"])
+def test_an_epsilon_that_is_no_number_is_a_type_error(make):
+    with pytest.raises(TypeError, match=r"^FP8(Block)?: epsilon=('a'|True|None) is \w+; give a number, such as 1e-6"):
+        make()
+
+
 @named("options", [{"rht": True}, {"rounding": "stochastic"}, {"four_over_six": "mae"}, {"four_over_six": "mse"}],
        ids=str)
 def test_options_of_a_later_issue_say_that_they_are_not_built(options):
@@ -168,6 +186,13 @@ def test_scale_tables_are_read_only_and_complete():
     for table in (e8m0, scale_values("e4m3"), ELEMENTS["e2m1"].values):
         with pytest.raises(ValueError, match="read-only"):
             table[0] = 1
+
+
+def test_the_nan_of_a_scale_decodes_to_nan():
+    assert (SCALES["e8m0"].nan, SCALES["e4m3"].nan) == (0xFF, 0x7F)
+    for kind, scale in SCALES.items():
+        table = scale_values(kind)
+        assert scale.nan is None or np.isnan(scale.nan if table is None else table[scale.nan])
 
 
 @named("name", FORMATS)

@@ -1,0 +1,52 @@
+"""Names with fields in brackets, "mxfp8(rule=floor)", as text and back; which names there are is not known here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The known name that begins like an unknown one, or else the nearest, as a question; "" where none is near."""
+    known = list(known)
+    near = [other for other in known if name and other.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def parse_fields(text: str, name: str, options: str, known: Sequence[str]) -> dict[str, object]:
+    """The fields of `options`, what follows the opening bracket of a text. Raises ValueError for what is no field."""
+    if not options.endswith(")"):
+        raise ValueError(f"format {text!r} lacks the closing bracket; write {name}(field=value, ...)")
+    found = {}
+    for option in filter(None, (part.strip() for part in options[:-1].split(","))):
+        field, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or field not in known:
+            raise ValueError(f"format {text!r}: {option!r} must be field=value with one of {', '.join(known)}")
+        found[field] = _value(value)
+    return found
+
+
+def render(name: str, fields: Mapping[str, object]) -> str:
+    """The name, with its fields in brackets where there are any."""
+    options = ",".join(f"{field}={_text(value)}" for field, value in fields.items())
+    return f"{name}({options})" if options else name
+
+
+def _value(text: str) -> object:
+    words: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    rows, times, columns = text.partition("x")
+    if times and rows.isdigit() and columns.isdigit():
+        return (int(rows), int(columns))
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
