@@ -10,6 +10,7 @@ Everything is NumPy: assertions copy GPU arrays to the host, generators yield ho
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any, TypeAlias
@@ -43,7 +44,7 @@ def assert_bitwise_equal(actual: Any, expected: Any, *, name: str = "") -> None:
 
     name     what the message calls them
     Padding and layout do not count. Raises AssertionError with the part, the first coordinate that differs, both
-    values in hexadecimal, and how many differ; TypeError for two different kinds of array.
+    values in hexadecimal, and how many differ; TypeError for two different kinds of array, and for objects.
     """
     if isinstance(actual, HybridArray) and isinstance(expected, HybridArray):
         for fact in ("shape", "dtype", "derived"):
@@ -84,7 +85,9 @@ def _assert_fact(name: str, fact: str, actual: object, expected: object) -> None
 def _assert_same_bytes(actual: npt.NDArray[Any], expected: npt.NDArray[Any], name: str, codes_per_byte: int) -> None:
     _assert_fact(name, "dtype", actual.dtype, expected.dtype)
     _assert_fact(name, "shape", actual.shape, expected.shape)
-    words = np.dtype(f"u{actual.itemsize}")
+    if actual.dtype.hasobject:
+        raise TypeError(f"{name} has dtype {actual.dtype}, whose bytes are addresses; compare arrays of numbers")
+    words = np.dtype(f"u{actual.itemsize}" if actual.itemsize in (1, 2, 4, 8) else f"V{actual.itemsize}")
     ours, theirs = (np.ascontiguousarray(array).view(words).reshape(array.shape) for array in (actual, expected))
     differ = np.argwhere(ours != theirs)
     if not len(differ):
@@ -92,10 +95,11 @@ def _assert_same_bytes(actual: npt.NDArray[Any], expected: npt.NDArray[Any], nam
     at = tuple(int(i) for i in differ[0])
     elements = f", elements {at[1] * 2} and {at[1] * 2 + 1} of row {at[0]}" if codes_per_byte == 2 else ""
     decoded = f" ({actual[at]!s} for {expected[at]!s})" if actual.dtype != np.uint8 else ""
-    digits = 2 * actual.itemsize
+    found, wanted = (f"0x{int.from_bytes(word[at].tobytes(), sys.byteorder):0{2 * actual.itemsize}X}"
+                     for word in (ours, theirs))
     raise AssertionError(
-        f"{name}[{', '.join(map(str, at))}]{elements}: 0x{int(ours[at]):0{digits}X}, "
-        f"expected 0x{int(theirs[at]):0{digits}X}{decoded}; {len(differ)} of {actual.size} differ"
+        f"{name}[{', '.join(map(str, at))}]{elements}: {found}, expected {wanted}{decoded}; "
+        f"{len(differ)} of {actual.size} differ"
     )
 
 
@@ -105,7 +109,7 @@ def _assert_same_bytes(actual: npt.NDArray[Any], expected: npt.NDArray[Any], nam
 def assert_in_rounding_cell(values: Array, quantized: HybridArray | QuantizedArray) -> None:
     """Every element is a nearest neighbour of its value on its scaled grid: an oracle in float64.
 
-    values     what was quantized, (..., k); for a QuantizedArray its (outer, k) matrix
+    values     what was quantized, (..., k), in its shape; for a QuantizedArray its (outer, k) matrix
     quantized  a part, or a HybridArray, whose columnwise part is held against values.T (against what the other
                part decodes to where it was derived from it)
 
@@ -115,7 +119,9 @@ def assert_in_rounding_cell(values: Array, quantized: HybridArray | QuantizedArr
     scales leave FLOAT32_TOLERANCE around a midpoint. Raises AssertionError with the element and its cell.
     """
     if isinstance(quantized, HybridArray):
-        matrix = _host(values).reshape(prod(quantized.shape[:-1]), quantized.shape[-1])
+        host = _host(values)
+        _assert_fact("values", "shape", host.shape, quantized.shape)
+        matrix = host.reshape(prod(quantized.shape[:-1]), quantized.shape[-1])
         for direction, part in quantized.parts():
             source = matrix if direction == "rowwise" else matrix.T
             if direction == quantized.derived:

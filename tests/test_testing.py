@@ -82,6 +82,26 @@ def test_facts_that_differ_are_named(actual, expected, message):
         testing.assert_bitwise_equal(actual, expected)
 
 
+@named(("dtype", "message"), [
+    (np.complex128, r"array\[1\]: 0x0{16}40{15}, expected 0x0{16}3FF0{13} \(.*\); 1 of 2 differ"),
+    ("U3", r"array\[1\]: 0x0{22}32, expected 0x0{22}31 \(2 for 1\); 1 of 2 differ"),
+    (bool, r"array\[1\]: 0x00, expected 0x01"),
+], ids=["complex", "text", "bool"])
+def test_a_dtype_of_any_size_is_compared_by_its_bytes(dtype, message):
+    zero = dtype is bool
+    ours, theirs = np.array([0, 0 if zero else 2]).astype(dtype), np.array([0, 1]).astype(dtype)
+    testing.assert_bitwise_equal(ours, ours.copy())
+    testing.assert_bitwise_equal(ours[1], ours[1].copy())
+    with pytest.raises(AssertionError, match=message):
+        testing.assert_bitwise_equal(ours, theirs)
+
+
+def test_objects_have_no_bits_to_compare():
+    values = np.array([1, None], object)
+    with pytest.raises(TypeError, match="array has dtype object, whose bytes are addresses; compare arrays of numbers"):
+        testing.assert_bitwise_equal(values, values)
+
+
 def test_different_kinds_cannot_be_compared():
     _, array = pair()
     for other in (array.rowwise, np.zeros(3), "mxfp8"):
@@ -164,6 +184,15 @@ def test_each_part_is_held_against_its_own_source():
         testing.assert_in_rounding_cell(values, swapped)
     with pytest.raises(AssertionError, match="columnwise"):
         testing.assert_in_rounding_cell(values, hq.HybridArray(derived.rowwise, derived.columnwise))
+
+
+def test_values_of_another_shape_are_not_reshaped():
+    values = testing.matrix("gauss", (4, 6, 10))
+    array = hq.quantize(values, rowwise="mxfp8", columnwise="nvfp4")
+    testing.assert_in_rounding_cell(values, array)
+    for other in (values.reshape(24, 10), values.reshape(4, 10, 6), values.reshape(-1), values.T):
+        with pytest.raises(AssertionError, match=r"^values: shape is \(.*\), expected \(4, 6, 10\)$"):
+            testing.assert_in_rounding_cell(other, array)
 
 
 # --- padding and poison ---------------------------------------------------------------------------
