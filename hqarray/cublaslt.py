@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,12 @@ CUDA_TYPES: dict[str, int] = {  # cudaDataType_t
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 COMPUTE_32F = 68  # cublasComputeType_t: float32 sums, float32 operands not rounded to TF32
+
+REDUCE_IN_FLOAT32 = 2
+"""CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: where k is split, partial sums are not rounded to the result's type.
+
+Scaled operands are left as torch has them, so that both choose the same algorithm.
+"""
 
 NO_TRANSPOSE, TRANSPOSE = 0, 1  # cublasOperation_t
 
@@ -59,11 +66,9 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """D (m, n) = epilogue(alpha * A (m, k) @ B (n, k).T + beta * D): all that a plan depends on.
+    """D (m, n) = alpha * A (m, k) @ B (n, k).T + beta * D + bias: all that a plan depends on.
 
-    epilogue   name of cuBLASLt's epilogue
-    bias       type of the bias, None where there is none
-    aux_pitch  elements from one row of the auxiliary output to the next; its type is D's
+    bias       type of the bias that is added to each row, None where there is none
     device_scalars  alpha and beta are read on the device
     """
 
@@ -71,18 +76,10 @@ class Product:
     b: Operand
     type: str
     pitch: int
-    epilogue: str = "DEFAULT"
     bias: str | None = None
-    aux_pitch: int = 0
     device_scalars: bool = False
     fast_accumulate: bool = False
     alignment: int = 256
-
-
-def epilogue_name(bias: bool, gelu: bool, aux: bool) -> str:
-    """CuBLASLt's name of an epilogue."""
-    words = [word for word, there in (("GELU", gelu), ("AUX", aux), ("BIAS", bias)) if there]
-    return "_".join(words) or "DEFAULT"
 
 
 # --- library ------------------------------------------------------------------------------------
@@ -153,7 +150,7 @@ HOST_SCALARS = tuple((_HOST.ctypes.data + 4, _HOST.ctypes.data + 4 * beta) for b
 class Plan:
     """Descriptors and the algorithm of one product.
 
-    The descriptor carries the pointers of scales, bias and auxiliary output, so it is set and launched under a lock.
+    The descriptor carries the pointers of scales and bias, so it is set and launched under a lock.
     Raises Refused where cuBLASLt has no kernel.
     """
 
@@ -165,6 +162,8 @@ class Plan:
         self._layouts: list[int] = []
         a, b = product.a, product.b
         self._descriptor = int(bindings.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["float32"]))
+        # a finalizer and no __del__: when the interpreter ends, the bindings may be gone before
+        weakref.finalize(self, _destroy, bindings, self._descriptor, self._layouts).atexit = False
         self._set("TRANSA", TRANSPOSE if b.k_major else NO_TRANSPOSE)
         self._set("TRANSB", NO_TRANSPOSE if a.k_major else TRANSPOSE)
         for side, operand in (("A", b), ("B", a)):
@@ -175,13 +174,9 @@ class Plan:
             self._set("POINTER_MODE", bindings.PointerMode.DEVICE.value)
         if product.fast_accumulate:
             self._set("FAST_ACCUM", 1)
-        if product.epilogue != "DEFAULT":
-            self._set("EPILOGUE", bindings.Epilogue[product.epilogue].value)
         if product.bias is not None:
+            self._set("EPILOGUE", bindings.Epilogue.BIAS.value)
             self._set("BIAS_DATA_TYPE", CUDA_TYPES[product.bias])
-        if product.aux_pitch:
-            self._set("EPILOGUE_AUX_LD", product.aux_pitch)
-            self._set("EPILOGUE_AUX_DATA_TYPE", CUDA_TYPES[product.type])
         for operand in (b, a):
             rows, columns = (operand.k, operand.outer) if operand.k_major else (operand.outer, operand.k)
             self._layout(operand.type, rows, columns, operand.pitch)
@@ -209,6 +204,8 @@ class Plan:
         preference = bindings.matmul_preference_create()
         count = np.zeros(1, np.int32)
         wanted = {"MAX_WORKSPACE_BYTES": WORKSPACE_BYTES} | {f"MIN_ALIGNMENT_{x}_BYTES": alignment for x in "ABCD"}
+        if self.product.a.scale is None and BITS[self.product.type] < 32:
+            wanted["REDUCTION_SCHEME_MASK"] = REDUCE_IN_FLOAT32
         try:
             for name, value in wanted.items():
                 attribute = bindings.MatmulPreferenceAttribute[name].value
@@ -232,8 +229,8 @@ class Plan:
             self._pointers[name] = pointer
 
     def run(
-        self, a: int, b: int, d: int, scales: tuple[int, int], scalars: tuple[int, int], bias: int, aux: int,
-        workspace: int, stream: int,
+        self, a: int, b: int, d: int, scales: tuple[int, int], scalars: tuple[int, int], bias: int, workspace: int,
+        stream: int,
     ) -> None:
         """Launch on a stream. All are pointers; scales of (a, b) where they have a scale mode, scalars alpha, beta."""
         product, layouts = self.product, self._layouts
@@ -243,18 +240,16 @@ class Plan:
                 self._point("A_SCALE_POINTER", scales[1])
             if bias:
                 self._point("BIAS_POINTER", bias)
-            if aux:
-                self._point("EPILOGUE_AUX_POINTER", aux)
             self._bindings.matmul(
                 self._handle, self._descriptor, scalars[0], b, layouts[0], a, layouts[1], scalars[1], d, layouts[2], d,
                 layouts[2], self._algorithm, workspace, WORKSPACE_BYTES, stream,
             )
 
-    def __del__(self) -> None:
-        for layout in self._layouts:
-            self._bindings.matrix_layout_destroy(layout)
-        if hasattr(self, "_descriptor"):
-            self._bindings.matmul_desc_destroy(self._descriptor)
+
+def _destroy(bindings: Any, descriptor: int, layouts: list[int]) -> None:
+    for layout in layouts:
+        bindings.matrix_layout_destroy(layout)
+    bindings.matmul_desc_destroy(descriptor)
 
 
 @cache

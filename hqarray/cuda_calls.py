@@ -210,14 +210,13 @@ class Call:
         if out is None:
             out = cupy.ndarray(self.shape, self.dtype)
         stream = get_current_stream().ptr
-        d, spare = out.data.ptr, 0 if aux is None else aux.data.ptr
-        added = 0 if bias is None else bias.data.ptr
+        d, added = out.data.ptr, 0 if bias is None else bias.data.ptr
         if self.is_bare:
             left, right = self.sides  # type: ignore[misc]
             pa, pb = memory_of(a).ptr, memory_of(b).ptr
             self.plan.run(  # type: ignore[union-attr]
                 pa, pb, d, (pa + left.scales_offset, pb + right.scales_offset), cublaslt.HOST_SCALARS[self.beta], added,
-                spare, workspace(self.device, stream), stream,
+                workspace(self.device, stream), stream,
             )
             return out
         if not self.m or not self.n:
@@ -233,12 +232,15 @@ class Call:
             parts = self._converted(a, b)
             if is_capturing:
                 _captured.append(parts)
-            target = d if finish is None else base + finish.sum
-            self._multiply(parts, base, stream, target, *((added, spare) if finish is None else (0, 0)))
+            if finish is None:
+                self._multiply(parts, base, stream, d, added)
+            else:
+                self._multiply(parts, base, stream, base + finish.sum, 0)
         if finish is not None:
             finish.kernel.launch(
                 _FINISH, base + finish.sum if self.plan is not None else 0, finish.sum_pitch, added, d,
-                _row_bytes(out, self.n), spare, 0 if aux is None else _row_bytes(aux, self.n), self.m, self.n,
+                _row_bytes(out, self.n), *((0, 0) if aux is None else (aux.data.ptr, _row_bytes(aux, self.n))), self.m,
+                self.n,
             )
         return out
 
@@ -250,7 +252,7 @@ class Call:
             b = cuda.quantize_parts(b, None, right.convert, None, None)[1]
         return a, b
 
-    def _multiply(self, parts: tuple[Any, Any], base: int, stream: int, d: int, bias: int, aux: int) -> None:
+    def _multiply(self, parts: tuple[Any, Any], base: int, stream: int, d: int, bias: int) -> None:
         left, right = self.sides  # type: ignore[misc]
         pa, pb = memory_of(parts[0]).ptr, memory_of(parts[1]).ptr
         scalar_a = pa + left.scalar_offset if left.scalar_offset else 0
@@ -265,7 +267,7 @@ class Call:
         else:
             scalars = cublaslt.HOST_SCALARS[self.beta]
         assert self.plan is not None
-        self.plan.run(pa, pb, d, (sa, sb), scalars, bias, aux, workspace(self.device, stream), stream)
+        self.plan.run(pa, pb, d, (sa, sb), scalars, bias, workspace(self.device, stream), stream)
 
 
 def _row_bytes(out: Array, n: int) -> int:

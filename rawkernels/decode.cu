@@ -30,6 +30,16 @@ HQ_FN u32 exponent_of(float scalar) {
 HQ_FN float power_of(float scalar) { return float_of(exponent_of(scalar) << 23); }
 HQ_FN float rest_of(float scalar) { return scalar * float_of((254 - exponent_of(scalar)) << 23); }
 
+// Codes are read once: they leave the L2 to the values, which the GEMM reads next.
+HQ_FN void load_once(const u8* source, u32* words) {
+    if constexpr (PIECE == 1) words[0] = __ldcs(reinterpret_cast<const u32*>(source));
+    if constexpr (PIECE == 2) {
+        const uint2 two = __ldcs(reinterpret_cast<const uint2*>(source));
+        words[0] = two.x; words[1] = two.y;
+    }
+    if constexpr (PIECE == 4) load_codes(source, words);
+}
+
 // bf16 words without their infinities and NaNs.
 HQ_FN u32 finite_pair(u32 pair) { return pair & ~__vcmpeq2(pair & 0x7F807F80u, 0x7F807F80u); }
 
@@ -59,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(
     for (int r = 0; r < 8; ++r)  // rows up to a multiple of 16 are there
 #pragma unroll
         for (int w = 0; w < WORDS; w += PIECE) {
-            if (WORDS < 8 || column0 * 4 + 4 * w < a.pitch) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
+            if (WORDS < 8 || column0 * 4 + 4 * w < a.pitch) load_once(source + r * a.pitch + 4 * w, codes[r] + w);
             else
 #pragma unroll
                 for (int n = 0; n < PIECE; ++n) codes[r][w + n] = 0;

@@ -10,20 +10,21 @@ import pytest
 
 import hqarray as hq
 from hqarray import cublaslt, gemm
-from hqarray.arrays import Packed, QuantizedArray
+from hqarray.arrays import QuantizedArray
+from hqarray.buffers import Packed
 from hqarray.cublaslt import Operand, Plan, Product, Refused
 from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.layout import Tiled128x4, part_layout, round_up
 
 # Numbers and widths of cublasLt.h 13.
 DESC = {"POINTER_MODE": (2, "i4"), "TRANSA": (3, "i4"), "TRANSB": (4, "i4"), "EPILOGUE": (7, "u4"),
-        "BIAS_POINTER": (8, "i8"), "EPILOGUE_AUX_POINTER": (11, "i8"), "EPILOGUE_AUX_LD": (12, "i8"),
-        "A_SCALE_POINTER": (17, "i8"), "B_SCALE_POINTER": (18, "i8"), "EPILOGUE_AUX_DATA_TYPE": (22, "i4"),
+        "BIAS_POINTER": (8, "i8"), "A_SCALE_POINTER": (17, "i8"), "B_SCALE_POINTER": (18, "i8"),
         "FAST_ACCUM": (25, "i1"), "BIAS_DATA_TYPE": (26, "i4"), "A_SCALE_MODE": (31, "i4"), "B_SCALE_MODE": (32, "i4")}
-PREFERENCE = {"MAX_WORKSPACE_BYTES": (1, "u8"), "MIN_ALIGNMENT_A_BYTES": (5, "u4"), "MIN_ALIGNMENT_B_BYTES": (6, "u4"),
+PREFERENCE = {"MAX_WORKSPACE_BYTES": (1, "u8"), "REDUCTION_SCHEME_MASK": (3, "u4"),
+              "MIN_ALIGNMENT_A_BYTES": (5, "u4"), "MIN_ALIGNMENT_B_BYTES": (6, "u4"),
               "MIN_ALIGNMENT_C_BYTES": (7, "u4"), "MIN_ALIGNMENT_D_BYTES": (8, "u4")}
 SCALE = {"SCALAR_32F": 0, "VEC16_UE4M3": 1, "VEC32_UE8M0": 2, "OUTER_VEC_32F": 3, "VEC128_32F": 4, "BLK128x128_32F": 5}
-EPILOGUE = {"DEFAULT": 1, "BIAS": 4, "GELU": 32, "GELU_AUX": 160, "GELU_BIAS": 36, "GELU_AUX_BIAS": 164}
+EPILOGUE = {"DEFAULT": 1, "BIAS": 4}
 TYPES = {0: "float32", 2: "float16", 14: "bfloat16", 28: "e4m3", 29: "e5m2", 33: "e2m1"}
 
 FLOAT32 = np.dtype(np.float32)
@@ -149,7 +150,7 @@ def test_scale_modes_and_pointers_change_sides_with_the_operands(a, b):
     library = Library()
     plan = Plan(library, 7, product(a, b))
     assert (library.desc["A_SCALE_MODE"], library.desc["B_SCALE_MODE"]) == (SCALE[b], SCALE[a])
-    plan.run(1000, 2000, 3000, (11, 22), (4, 5), 0, 0, 6000, 9)
+    plan.run(1000, 2000, 3000, (11, 22), (4, 5), 0, 6000, 9)
     desc, arguments = library.launches[0]
     assert (desc["B_SCALE_POINTER"], desc["A_SCALE_POINTER"]) == (11, 22)
     handle, _, alpha, first, first_layout, second, second_layout, beta, c, c_layout, d, d_layout = arguments[:12]
@@ -166,25 +167,29 @@ def test_the_heuristic_is_asked_with_a_pointer_for_scales():
 
 def test_pointers_are_set_where_they_change_and_only_there():
     library = Library()
-    plan = Plan(library, 7, product("SCALAR_32F", "SCALAR_32F", bias="bfloat16", epilogue="BIAS"))
-    plan.run(0, 0, 0, (11, 22), (4, 5), 33, 0, 0, 0)
+    plan = Plan(library, 7, product("SCALAR_32F", "SCALAR_32F", bias="bfloat16"))
+    plan.run(0, 0, 0, (11, 22), (4, 5), 33, 0, 0)
     before = len(library.sets)
-    plan.run(0, 0, 0, (11, 23), (4, 5), 33, 0, 0, 0)
+    plan.run(0, 0, 0, (11, 23), (4, 5), 33, 0, 0)
     assert library.sets[before:] == ["A_SCALE_POINTER"]
     assert library.launches[1][0]["BIAS_POINTER"] == 33
 
 
-def test_epilogue_bias_aux_and_scalars():
+def test_bias_scalars_and_alignment():
     library = Library()
-    plan = Plan(library, 7, product(type="bfloat16", epilogue="GELU_AUX_BIAS", bias="bfloat16", aux_pitch=64,
-                                    device_scalars=True, alignment=16))
-    assert library.desc["EPILOGUE"] == 164 and library.desc["BIAS_DATA_TYPE"] == 14
-    assert (library.desc["EPILOGUE_AUX_LD"], library.desc["EPILOGUE_AUX_DATA_TYPE"]) == (64, 14)
+    plan = Plan(library, 7, product(type="bfloat16", bias="bfloat16", device_scalars=True, alignment=16))
+    assert library.desc["EPILOGUE"] == 4 and library.desc["BIAS_DATA_TYPE"] == 14
     assert library.desc["POINTER_MODE"] == 1 and library.preferences["MIN_ALIGNMENT_D_BYTES"] == 16
-    plan.run(0, 0, 0, (0, 0), (4, 5), 33, 44, 0, 0)
-    assert library.launches[0][0]["EPILOGUE_AUX_POINTER"] == 44
-    assert cublaslt.epilogue_name(True, True, True) == "GELU_AUX_BIAS"
-    assert cublaslt.epilogue_name(False, False, False) == "DEFAULT"
+    plan.run(0, 0, 0, (0, 0), (4, 5), 33, 0, 0)
+    assert library.launches[0][0]["BIAS_POINTER"] == 33
+
+
+def test_partial_sums_of_a_split_k_are_not_rounded_to_a_narrow_result():
+    library = Library()
+    for type, scale, result, mask in (("bfloat16", None, "bfloat16", 2), ("float16", None, "float16", 2),
+                                      ("bfloat16", None, "float32", None), ("e4m3", "SCALAR_32F", "bfloat16", None)):
+        Plan(library, 7, product(scale, scale, type, result))
+        assert library.preferences.get("REDUCTION_SCHEME_MASK") == mask
 
 
 def test_fast_accumulation_is_asked_for_alone():
