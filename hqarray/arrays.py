@@ -6,6 +6,7 @@ import the public functions of ops inside: the one upward edge of the package.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,9 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
-from .formats import Format, as_format
-from .layout import Array, PartLayout, namespace, part_layout
+from .buffers import Packed, Separate
+from .formats import BFLOAT16, Format, as_format
+from .layout import Array, namespace, part_layout
 
 Direction: TypeAlias = Literal["rowwise", "columnwise"]
 
@@ -25,86 +27,8 @@ PICKLE_VERSION = 1
 
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """A part's buffers in one allocation of bytes; views are made on access.
-
-    memory  a NumPy array of bytes, or CuPy's MemoryPointer: an array costs more than all the rest of a part
-    """
-
-    memory: Any
-    layout: PartLayout
-    has_global_scale: bool
-    has_amax: bool
-
-    @classmethod
-    def of(cls, base: Array, layout: PartLayout, has_global_scale: bool, has_amax: bool) -> Packed:
-        """Over an array of layout.nbytes bytes."""
-        memory = base if isinstance(base, np.ndarray) else base.data
-        return cls(memory, layout, has_global_scale, has_amax)
-
-    @property
-    def base(self) -> Array:
-        """The bytes as an array."""
-        if isinstance(self.memory, np.ndarray):
-            return self.memory
-        return namespace(self.memory).ndarray((self.layout.nbytes,), np.uint8, self.memory)
-
-    def _segment(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        nbytes = prod(shape) * dtype.itemsize
-        return self.base[offset : offset + nbytes].view(dtype).reshape(shape)
-
-    @property
-    def padded_codes(self) -> Array:
-        codes = self.layout.codes
-        dtype = self.layout.codes_dtype
-        return self._segment(0, (codes.rows, codes.pitch), dtype)
-
-    @property
-    def codes(self) -> Array:
-        return self.layout.codes.view(self.padded_codes)
-
-    @property
-    def scales(self) -> Array:
-        layout = self.layout
-        buffer = self._segment(layout.scales_offset, layout.scales_shape, layout.scales_dtype)
-        return layout.scales.untile(buffer, *layout.num_scales)
-
-    @property
-    def global_scale(self) -> Array | None:
-        if not self.has_global_scale:
-            return None
-        return self._segment(self.layout.global_scale_offset, (1,), np.dtype(np.float32))
-
-    @property
-    def amax(self) -> Array | None:
-        return self._segment(self.layout.amax_offset, (1,), np.dtype(np.float32)) if self.has_amax else None
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
-
-    def copy(self) -> Packed:
-        return Packed.of(self.base.copy(), self.layout, self.has_global_scale, self.has_amax)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Separate:
-    """A part's buffers as somebody else made them: logical arrays, any strides that keep a row contiguous."""
-
-    codes: Array
-    scales: Array
-    global_scale: Array | None
-    amax: Array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.codes, self.scales, self.global_scale) if array is not None)
-
-    def copy(self) -> Separate:
-        copies = (None if a is None else a.copy() for a in (self.codes, self.scales, self.global_scale, self.amax))
-        return Separate(*copies)
+NOMINAL = (FLOAT32, np.dtype(np.float16), BFLOAT16)
+"""Dtypes an array may stand for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -185,7 +109,12 @@ class QuantizedArray:
     @property
     def device(self) -> Any:
         """The CuPy device of CuPy buffers; "cpu" for NumPy's."""
-        return (self.buffers.memory if isinstance(self.buffers, Packed) else self.buffers.codes).device
+        return self.buffers.device
+
+    @property
+    def ordinal(self) -> int:
+        """The CUDA device that holds the buffers; -1 for the host."""
+        return self.buffers.ordinal
 
     def copy(self) -> QuantizedArray:
         return QuantizedArray(self.format, self.shape, self.buffers.copy())
@@ -243,10 +172,11 @@ def _expect_dtype(what: str, array: Array, dtype: np.dtype[Any], typed: str, for
     """The array as dtype; bytes may come under the name of what they encode, of nothing else."""
     if array.dtype == dtype:
         return array
-    if array.dtype.name == typed:
+    if array.dtype.name == typed != dtype.name:
         return array.view(dtype)
     expected = dtype.name if typed == dtype.name else f"{dtype.name} or {typed}"
-    raise TypeError(f"{what} of {format.name} are {expected}, these are {array.dtype}")
+    given = array.dtype if array.dtype.isnative else f"{array.dtype.str}, in another byte order"
+    raise TypeError(f"{what} of {format.name} are {expected}, these are {given}")
 
 
 def _expect_shape(what: str, array: Array, expected: tuple[int, ...], format: Format, shape: tuple[int, int]) -> None:
@@ -281,21 +211,31 @@ class HybridArray:
         rows, columns = self.rowwise, self.columnwise
         if rows is None and columns is None:
             raise ValueError("a HybridArray holds at least one part; pass rowwise= or columnwise=")
+        for name, part in zip(DIRECTIONS, (rows, columns), strict=True):
+            if part is not None and not isinstance(part, QuantizedArray):
+                raise TypeError(
+                    f"{name} is a QuantizedArray, not {type(part).__name__}; quantize(x, {name}=...) makes one"
+                )
+        if rows is not None and columns is not None and rows.ordinal != columns.ordinal:
+            places = f"rowwise on {_device(rows.device)} and columnwise on {_device(columns.device)}"
+            raise ValueError(f"both parts of a HybridArray lie on one device, not {places}; move one")
         matrix = rows.shape if rows is not None else columns.shape[::-1]  # type: ignore[union-attr]
         if columns is not None and columns.shape != matrix[::-1]:
             raise ValueError(
                 f"columnwise is the rowwise part of X.T: beside rowwise {matrix} it must be {matrix[::-1]}, "
                 f"not {columns.shape}"
             )
-        if self.derived is not None and self.derived not in DIRECTIONS:
-            raise ValueError(f"derived={self.derived!r} is not one of {DIRECTIONS}")
+        if self.derived is not None and (self.derived not in DIRECTIONS or getattr(self, self.derived) is None):
+            raise ValueError(f"derived={self.derived!r} is not the name of a part that is there")
         dtype: Any = self.dtype
         if not isinstance(dtype, np.dtype):
             object.__setattr__(self, "dtype", np.dtype(dtype))
+        if self.dtype not in NOMINAL:
+            raise TypeError(f"the nominal dtype is float32, float16 or bfloat16, not {self.dtype}")
         if self.shape == matrix:
             return
-        shape = matrix if self.shape is None else tuple(int(n) for n in self.shape)
-        if not shape or (prod(shape[:-1]), shape[-1]) != matrix:
+        shape = matrix if self.shape is None else tuple(operator.index(n) for n in self.shape)
+        if not shape or min(shape) < 0 or (prod(shape[:-1]), shape[-1]) != matrix:
             raise ValueError(f"shape {shape} does not flatten to the parts' matrix {matrix}")
         object.__setattr__(self, "shape", shape)
 
@@ -353,19 +293,22 @@ class HybridArray:
 
     def reshape(self, *shape: Any) -> HybridArray:
         """Regroup the leading axes; the last one, along which rowwise blocks run, must stay."""
-        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        known = prod(n for n in wanted if n != -1)
-        free = sum(n == -1 for n in wanted)
-        if free == 1 and known and self.size % known == 0:
-            wanted = tuple(self.size // known if n == -1 else n for n in wanted)
-        elif free == 1 and not known:
-            wanted = tuple(prod(self.shape[:-1]) if n == -1 else n for n in wanted)
-        if not wanted or wanted[-1] != self.shape[-1] or prod(wanted) != self.size:
+        given = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        sizes = [operator.index(n) for n in given]
+        if sizes.count(-1) > 1 or min(sizes, default=0) < -1:
+            raise ValueError(f"reshape to {given}: sizes are 0 or more, one of them may be -1")
+        if -1 in sizes:
+            known = prod(n for n in sizes if n != -1)
+            rest = prod(self.shape[:-1]) if not known else self.size // known if self.size % known == 0 else -1
+            sizes[sizes.index(-1)] = rest
+        if min(sizes, default=-1) < 0 or prod(sizes) != self.size:
+            raise ValueError(f"reshape of {self.shape} to {given}: {self.size} elements do not fill that shape")
+        if sizes[-1] != self.shape[-1]:
             raise ValueError(
-                f"reshape of {self.shape} to {tuple(shape)} must keep the last axis ({self.shape[-1]}), which "
+                f"reshape of {self.shape} to {given} must keep the last axis ({self.shape[-1]}), which "
                 f"the blocks run along; use reshape(..., {self.shape[-1]}), or dequantize() first"
             )
-        return HybridArray(self.rowwise, self.columnwise, wanted, self.dtype, self.derived)
+        return HybridArray(self.rowwise, self.columnwise, tuple(sizes), self.dtype, self.derived)
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> HybridArray:
         """Without the named part; its memory is freed with the last array that holds it.
@@ -374,7 +317,12 @@ class HybridArray:
         """
         dropped = [name for name, wanted in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if wanted]
         for direction in dropped:
-            self.part(direction, "drop")
+            if getattr(self, direction) is None:
+                there, part = next(self.parts())
+                raise ValueError(
+                    f"drop({direction}=True): this HybridArray {self.shape} has no {direction} part, only {there} "
+                    f"({part.format.name})"
+                )
         kept = {direction: part for direction, part in self.parts() if direction not in dropped}
         if not kept:
             raise ValueError(f"drop({', '.join(dropped)}) would leave no part in this HybridArray {self.shape}")
@@ -401,10 +349,10 @@ class HybridArray:
         return ops.with_columnwise(self, format)
 
     def __matmul__(self, other: Any) -> Array:
-        return _matmul()(self, other)
+        return _matmul()(self, other) if _is_operand(other) else NotImplemented
 
     def __rmatmul__(self, other: Any) -> Array:
-        return _matmul()(other, self)
+        return _matmul()(other, self) if _is_operand(other) else NotImplemented
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -426,8 +374,10 @@ class HybridArray:
         return values if dtype is None else values.astype(dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Array:
-        if getattr(ufunc, "__name__", "") != "matmul" or method != "__call__" or options:
+        if getattr(ufunc, "__name__", "") != "matmul" or method != "__call__":
             raise TypeError(_undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
+        if options:
+            raise TypeError(f"matmul of quantized arrays takes no {', '.join(options)}; hqarray.matmul has options")
         from . import ops
 
         return ops.matmul(*inputs, out=out[0] if isinstance(out, tuple) else out)
@@ -472,6 +422,11 @@ def _unpickle_hybrid(
     from .formats import ELEMENTS
 
     return HybridArray(rowwise, columnwise, shape, ELEMENTS[dtype].dtype, derived)
+
+
+def _is_operand(x: Any) -> bool:
+    """Whether matmul answers for x, if only with an error that says what to do; else Python asks x."""
+    return isinstance(x, (HybridArray, QuantizedArray, list, tuple, int, float, str)) or hasattr(x, "__dlpack__")
 
 
 @cache

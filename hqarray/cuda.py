@@ -20,7 +20,8 @@ from cupy.cuda import alloc, get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
 from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
 
-from .arrays import Direction, Packed, QuantizedArray
+from .arrays import Direction, QuantizedArray
+from .buffers import Packed
 from .formats import Format, Storage
 from .layout import Array, PartLayout, part_layout
 from .rawkernels import geometry, loader, traits
@@ -68,6 +69,7 @@ _local = _Local()
 _QUANTIZE = struct.Struct("=19q")
 _AMAX = struct.Struct("=6q")
 _DEQUANTIZE = struct.Struct("=9q")
+_NARROW = struct.Struct("=3q")
 _TRANSPOSE = struct.Struct("=14q")
 
 
@@ -99,12 +101,22 @@ def _on_device_of(memory: Any) -> AbstractContextManager[Any]:
     return nullcontext() if memory.device_id == getDevice() else memory.device
 
 
+def _narrowed(values: Array) -> Array:
+    """float64 rounded to float32."""
+    values = cupy.ascontiguousarray(values)
+    narrow = cupy.ndarray(values.shape, FLOAT32)
+    if values.size:
+        kernel = _kernel(traits.narrow_launch(), 1, values.size, values.data.device_id)
+        kernel.launch(_NARROW, values.data.ptr, narrow.data.ptr, values.size)
+    return narrow
+
+
 def _readable(values: Array) -> tuple[Array, bool]:
     """The matrix with one contiguous axis, and whether it is turned: X.T is read instead of X."""
     dtype, strides = values.dtype, values.strides
     size = dtype.itemsize
     if size == 8:
-        return values.astype(np.float32), False
+        return cupy.ascontiguousarray(values, np.float32), False  # astype would keep a transposed order
     if strides[1] == size or values.shape[1] <= 1:
         return values, False
     if strides[0] == size:

@@ -6,6 +6,7 @@ Works in tiles, so memory stays bounded whatever the size of the matrix.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from . import ops
 from .arrays import HybridArray, QuantizedArray
 from .formats import FORMATS, Format, as_format
+from .inputs import as_array
 from .layout import Array, part_layout
+from .recipes import RECIPES, ROLES
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
+    from rich.text import Text
 
 TILE = 1024
 """Rows and columns of a tile; every block of every format fits it a whole number of times."""
@@ -46,7 +50,8 @@ class FormatError:
     nan                share of elements that decode to NaN
     bytes_per_element  codes, scales and padding over the number of elements
 
-    Errors are over the elements that are finite and do not decode to NaN; shares are over all.
+    Errors are over the elements that are finite and do not decode to NaN, NaN where no element is; shares are
+    over all.
     """
 
     format: str
@@ -61,12 +66,19 @@ class FormatError:
 
 @dataclass(slots=True)
 class Tally:
-    """Running sums over tiles, in float64."""
+    """Running sums over tiles, in float64.
+
+    count     elements
+    measured  those that are finite and do not decode to NaN: the sums are over them
+    lost      those that are finite and decode to NaN
+    """
 
     signal: float = 0.0
     noise: float = 0.0
     max_error: float = 0.0
     count: int = 0
+    measured: int = 0
+    lost: int = 0
     clipped: int = 0
     zeroed: int = 0
     nan: int = 0
@@ -74,25 +86,32 @@ class Tally:
     def add(self, values: Array, decoded: Array, largest: Array | None = None) -> None:
         """Count a tile of values that decode to `decoded`; largest is the magnitude each could decode to at most."""
         x, q = values.astype(np.float64), decoded.astype(np.float64)
-        counted = np.isfinite(x) & ~np.isnan(q)
+        finite, nan = np.isfinite(x), np.isnan(q)
+        counted = finite & ~nan
         error = np.subtract(q, x, where=counted, out=np.zeros_like(x))
         self.signal += _energy(np.where(counted, x, 0))
         self.noise += _energy(error)
         self.max_error = max(self.max_error, float(np.abs(error).max(initial=0)))
         self.count += x.size
-        self.nan += int(np.isnan(q).sum())
+        self.measured += int(counted.sum())
+        self.lost += int((finite & nan).sum())
+        self.nan += int(nan.sum())
         self.zeroed += int(((x != 0) & (q == 0)).sum())
         if largest is not None:
             self.clipped += int(((np.abs(x) > largest.astype(np.float64) * OVER) & (q != x)).sum())
 
     @property
     def sqnr_db(self) -> float:
+        if self.count and not self.measured:
+            return math.nan
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal > 0 and self.noise < math.inf else -math.inf
 
     @property
     def relative_error(self) -> float:
+        if self.count and not self.measured:
+            return math.nan
         if self.noise == 0:
             return 0.0
         return math.sqrt(self.noise / self.signal) if self.signal else math.inf
@@ -201,8 +220,8 @@ class Comparison:
         head = ("format", "SQNR dB", "error %", "max error", "clipped %", "zeroed %", "NaN %", "B/elem")
         return TextTable(head, rows, f"{' x '.join(map(str, self.shape))} {self.dtype}")
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        yield self.table().at_width(options.max_width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[TextTable]:
+        yield self.table()
 
     def _repr_html_(self) -> str:
         return self.table().html()
@@ -211,20 +230,31 @@ class Comparison:
         return self.table().text()
 
 
+def _named(format: Format | str) -> Format:
+    if isinstance(format, str) and format not in FORMATS and format in RECIPES:
+        recipe = RECIPES[format]
+        pairs = (f"{role} {'/'.join(dict.fromkeys(f.name for f in recipe[role]))}" for role in ROLES)
+        raise ValueError(
+            f"{format!r} is a recipe, which names formats for the three operands of a layer ({', '.join(pairs)}); "
+            f"compare takes formats, such as {recipe.input[0].name!r}"
+        )
+    return as_format(format)
+
+
 def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None) -> Comparison:
     """Compare what formats make of a matrix.
 
-    x        (..., k) float array; blocks run along the last axis, for the other one pass x.T
+    x        (..., k) float array that quantize takes; blocks run along the last axis, for the other one pass x.T
     formats  names or formats; default every row of FORMATS
     returns  Comparison, one FormatError for each format, in the order given
 
     Works in tiles: peak memory does not grow with x. Raises TypeError for a dtype that quantize cannot read,
     ValueError for an unknown format.
     """
-    x = ops._array(x, "x")
+    x = as_array(x, "x")
     if isinstance(formats, (Format, str)):
         formats = (formats,)
-    wanted = [as_format(format) for format in (FORMATS if formats is None else formats)]
+    wanted = [_named(format) for format in (FORMATS if formats is None else formats)]
     if x.ndim == 0:
         raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
     return Comparison(x.shape, x.dtype.name, tuple(measure(x, format) for format in wanted))
@@ -253,26 +283,48 @@ class TextTable:
     title: str = ""
     rules: Sequence[int] = field(default=())
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        from rich.text import Text
+
+        if self.title:  # not the table's own title, which wraps at the width of the table
+            yield Text(self.title, style="bold")
         yield self.at_width(options.max_width)
 
     def at_width(self, width: int) -> Table:
-        """A rich table; where it would not fit the width, names in the first column are broken at "_"."""
+        """A rich table without the title, no number cut.
+
+        Where it would be too wide, names in the first column are broken; where that is not enough, each row is a
+        list of its cells, one a line.
+        """
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-        widths = [max(len(line) for row in (self.head, *self.rows) for line in row[i].split("\n"))
-                  for i in range(len(self.head))]
+        widths = [max(map(_width, column)) for column in zip(self.head, *self.rows, strict=True)]
         gap = 2 if sum(widths) + 2 * len(widths) - 2 <= width else 1
         spare = width - sum(widths[1:]) - gap * (len(widths) - 1)
-        table = Table(title=Text(self.title) if self.title else None, title_justify="left", title_style="bold",
-                      box=SIMPLE_HEAD, show_edge=False, padding=(0, gap - 1, 0, 0), pad_edge=False)
+        first = [row[0] if widths[0] <= spare else break_name(row[0], spare) for row in self.rows]
+        if max(map(_width, (self.head[0], *first))) > spare:
+            return self._lists(width)
+        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, gap - 1, 0, 0), pad_edge=False)
         for number, name in enumerate(self.head):
-            table.add_column(Text(name), justify="right" if number else "left", no_wrap=True, overflow="fold")
-        for number, row in enumerate(self.rows):
-            first = row[0] if widths[0] <= spare else break_name(row[0], max(spare, 8))
-            table.add_row(*(Text(cell) for cell in (first, *row[1:])), end_section=number + 1 in self.rules)
+            table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+        for number, (name, row) in enumerate(zip(first, self.rows, strict=True), 1):
+            table.add_row(*(Text(cell) for cell in (name, *row[1:])), end_section=number in self.rules)
+        return table
+
+    def _lists(self, width: int) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        spare = width - 1 - max((_width(cell) for row in self.rows for cell in row[1:]), default=0)
+        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column(overflow="fold")
+        table.add_column(justify="right", overflow="fold")
+        for row in self.rows:
+            table.add_row(Text(break_name(row[0], spare)), "")
+            for name, cell in zip(self.head[1:], row[1:], strict=True):
+                table.add_row(Text(f"  {' '.join(name.split())}"), Text(cell))
         return table
 
     def text(self, width: int = 80) -> str:
@@ -281,7 +333,7 @@ class TextTable:
         from rich.console import Console
 
         console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-        console.print(self.at_width(width))
+        console.print(self)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
     def html(self) -> str:
@@ -296,10 +348,14 @@ class TextTable:
 
 
 def break_name(name: str, width: int) -> str:
-    """A name on lines of at most width, broken after "_" or "," where it has one there."""
+    """A name on lines of at most width, broken after "_" and the marks between fields, where it has one there."""
     lines = [""]
-    for piece in name.replace("_", "_\0").replace(",", ",\0").split("\0"):
+    for piece in re.findall(r"[^_,(=/]*[_,(=/]|[^_,(=/]+", name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines)
+
+
+def _width(cell: str) -> int:
+    return max(map(len, cell.split("\n")))

@@ -3,87 +3,27 @@
 from __future__ import annotations
 
 from functools import cache
-from math import prod
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
 from . import gemm, reference
-from .arrays import Direction, HybridArray, Packed, QuantizedArray
-from .formats import BFLOAT16, Format, as_format
+from .arrays import Direction, HybridArray, QuantizedArray
+from .buffers import Packed
+from .formats import Format, as_format
+from .inputs import (
+    FLOATS,
+    as_amax,
+    as_array,
+    as_flag,
+    as_hybrid,
+    as_matrix,
+    backend_of,
+    backend_of_type,
+    expect_same_place,
+)
 from .layout import Array
-
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64))
-"""Dtypes that are read; float64 is rounded to float32 first."""
-
-
-# --- arrays in ----------------------------------------------------------------------------------
-
-
-def _array(values: Any, what: str) -> Array:
-    """The values as a NumPy or CuPy array of a dtype we read."""
-    if _backend_of_type(values.__class__) is None:
-        if not hasattr(values, "__dlpack__"):
-            raise TypeError(
-                f"{what} is {type(values).__name__}; pass a NumPy or CuPy array, or one that offers DLPack"
-                + (" (np.asarray(...) makes one)" if isinstance(values, (list, tuple, float)) else "")
-            )
-        try:
-            values = np.from_dlpack(values)
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise TypeError(
-                f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack "
-                f"into NumPy: {error}; convert it to float32 on the CPU, or to a CuPy array"
-            ) from error
-    if values.dtype not in FLOATS:
-        raise TypeError(
-            f"{what} has dtype {values.dtype}; float32, float16, bfloat16 and float64 are read, use .astype(float32)"
-        )
-    return values
-
-
-@cache
-def _backend_of_type(kind: type) -> ModuleType | None:
-    """The module that computes on arrays of a type; None where there is none."""
-    if issubclass(kind, np.ndarray):
-        return reference
-    if kind.__module__.partition(".")[0] != "cupy":
-        return None
-    from . import cuda
-
-    return cuda
-
-
-def _backend(array: Array) -> ModuleType:
-    backend = _backend_of_type(array.__class__)
-    assert backend is not None
-    return backend
-
-
-def _matrix(values: Array, what: str) -> Array:
-    """(..., k) -> (prod(...), k)."""
-    if values.ndim == 0:
-        raise ValueError(f"{what} is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
-    return values if values.ndim == 2 else values.reshape(prod(values.shape[:-1]), values.shape[-1])
-
-
-def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(np.float32) if dtype == np.float64 else dtype
-
-
-def _scalar_amax(amax: Any, formats: list[Format]) -> Array | None:
-    if amax is None:
-        return None
-    if not any(format.measures_amax for format in formats):
-        names = ", ".join(format.name for format in formats)
-        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
-    array = np.asarray(amax, np.float32) if isinstance(amax, (int, float, np.floating)) else amax
-    if getattr(array, "size", None) != 1 or array.dtype != np.float32:
-        shape, dtype = getattr(array, "shape", "?"), getattr(array, "dtype", type(amax).__name__)
-        raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
-    return array.reshape(1)
-
 
 # --- quantize -----------------------------------------------------------------------------------
 
@@ -99,7 +39,7 @@ def quantize(
     """Quantize a matrix along one or both of its axes in one read.
 
     values      (..., k), float32, float16, bfloat16 or float64 (rounded to float32 first); any strides.
-                NumPy, or anything on the CPU with DLPack.
+                NumPy or CuPy, or on the CPU anything with DLPack that NumPy reads (not bfloat16).
     rowwise     format of the part blocked along the last axis; None leaves it out
     columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
     columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
@@ -110,7 +50,7 @@ def quantize(
     scaled range of its block is off by at most half the element's spacing there.
     Raises TypeError for a dtype it cannot read, ValueError when both directions are None.
     """
-    values = _array(values, "values")
+    values = as_array(values, "values")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise=, columnwise= or both, for example rowwise='mxfp8'")
     if columnwise_source not in ("original", "rowwise_dequantized"):
@@ -118,9 +58,10 @@ def quantize(
     dtype = _nominal(values.dtype)
     row = None if rowwise is None else as_format(rowwise).resolve(dtype)
     column = None if columnwise is None else as_format(columnwise).resolve(dtype)
-    whole = None if amax is None else _scalar_amax(amax, [format for format in (row, column) if format is not None])
-    matrix = _matrix(values, "values")
-    backend = _backend(matrix)
+    formats = [format for format in (row, column) if format is not None]
+    whole = None if amax is None else as_amax(amax, formats, values)
+    matrix = as_matrix(values, "values")
+    backend = backend_of(matrix)
     derived: Direction | None = None
     if columnwise_source == "rowwise_dequantized" and column is not None:
         if row is None:
@@ -130,36 +71,41 @@ def quantize(
     return HybridArray(rows, columns, values.shape, dtype, derived)
 
 
+def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float32) if dtype == np.float64 else dtype
+
+
 def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any = None) -> None:
     """Quantize new values into the buffers of an array, in its formats.
 
-    values  of the array's shape; NumPy, or anything on the CPU with DLPack
+    values  of the array's shape, where its buffers are; otherwise as in quantize
     amax    as in quantize
-    noop    one element; the array is left as it is where it is not zero
+    noop    one element, where the values are (on a GPU float32 or int32); the array is left as it is where it is not 0
     Raises ValueError for another shape, or where the part that the other was derived from was dropped; then
     nothing is changed.
     """
-    values = _array(values, "values")
+    array = as_hybrid(array, "requantize")
+    values = as_array(values, "values")
     if values.shape != array.shape:
         raise ValueError(f"requantize needs values of shape {array.shape}, these have {values.shape}")
-    if noop is not None and getattr(noop, "size", 1) != 1:
-        raise ValueError(f"noop is one element, not {noop.shape}")
+    expect_same_place(array, values)
+    flag = None if noop is None else as_flag(noop, values)
     if array.derived is not None and None in (array.rowwise, array.columnwise):
         source = "rowwise" if array.derived == "columnwise" else "columnwise"
         raise ValueError(
             f"the {array.derived} part was quantized from what the {source} part decodes to, and that was dropped; "
             f"quantize anew"
         )
-    matrix = _matrix(values, "values")
-    whole = None if amax is None else _scalar_amax(amax, [part.format for _, part in array.parts()])
-    _backend(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, noop)
+    matrix = as_matrix(values, "values")
+    whole = None if amax is None else as_amax(amax, [part.format for _, part in array.parts()], values)
+    backend_of(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, flag)
 
 
 def amax(values: Any) -> Array:
     """Largest magnitude of an array, float32 (1,), NaN ignored: the other half of quantize(amax=...)."""
-    values = _array(values, "values")
-    matrix = _matrix(values, "values")
-    return _backend(matrix).amax(matrix)
+    values = as_array(values, "values")
+    matrix = as_matrix(values, "values")
+    return backend_of(matrix).amax(matrix)
 
 
 def fake_quantize(values: Any, format: Format | str, *, amax: Any = None) -> Array:
@@ -182,6 +128,7 @@ def dequantize(array: HybridArray, *, source: Direction | None = None, dtype: An
     dtype   float32, float16 or bfloat16; default the array's nominal dtype
     Raises ValueError where the source is missing.
     """
+    array = as_hybrid(array, "dequantize")
     if source not in (None, "rowwise", "columnwise"):
         raise ValueError(f"source={source!r} is not 'rowwise' or 'columnwise'")
     direction = source or _more_precise(array)
@@ -204,7 +151,7 @@ def _more_precise(array: HybridArray) -> Direction:
 
 
 def _backend_of(part: QuantizedArray) -> ModuleType:
-    return _backend(part.codes)
+    return backend_of(part.codes)
 
 
 def with_columnwise(array: HybridArray, format: Format | str | None = None) -> HybridArray:
@@ -215,7 +162,7 @@ def with_columnwise(array: HybridArray, format: Format | str | None = None) -> H
             columnwise_source says "rowwise_dequantized".
     Raises ValueError where there is a columnwise part already or no rowwise one.
     """
-    part = array.part("rowwise", "with_columnwise")
+    part = as_hybrid(array, "with_columnwise").part("rowwise", "with_columnwise")
     if array.columnwise is not None:
         raise ValueError(
             f"this HybridArray {array.shape} has a columnwise part ({array.columnwise.format.name}); "
@@ -267,13 +214,14 @@ def matmul(
         done = gpu.warm(a, b, out, bias, choices)
         if done is not None:
             return done
-    a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
+    a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)
     chosen = _engine(engine, left, right, None if gpu is None else gpu.chip_of(_ordinal(left.data)))
     shape = left.lead + right.lead
-    out, aux = out if isinstance(out, tuple) else (out, None)
+    out, aux = _outputs(out)
+    _check_outputs({name: array for name, array in (("out", out), ("aux", aux)) if array is not None})
     dtype = _out_dtype(left, right, out, out_dtype)
     for name, array in (("out", out), ("aux", aux)):
         if array is not None and array.shape != shape:
@@ -285,7 +233,7 @@ def matmul(
     if activation not in (None, "gelu"):
         raise ValueError(f"activation={activation!r} is not 'gelu'")
     if bias is not None:
-        bias = _array(bias, "bias")
+        bias = as_array(bias, "bias")
         if bias.shape != right.lead:
             raise ValueError(f"bias must have shape {right.lead}, it has {bias.shape}")
     _check_places(gpu, {"a": left.data, "b": right.data, "out": out, "aux": aux, "bias": bias})
@@ -316,7 +264,7 @@ def _gpu_gemm() -> ModuleType:
 
 def _gpu_module(a: Any, b: Any) -> ModuleType | None:
     """The module that multiplies on a GPU where both operands are there; None for the host."""
-    left, right = _backend_of_type(_memory_type(a)), _backend_of_type(_memory_type(b))
+    left, right = backend_of_type(_memory_type(a)), backend_of_type(_memory_type(b))
     if left is right:
         return None if left is reference or left is None else _gpu_gemm()
     if left in (reference, None) and right in (reference, None):
@@ -337,7 +285,7 @@ def _memory_type(x: Any) -> type:
 
 
 def _place(x: Any) -> str:
-    name = "on a GPU (CuPy)" if _backend_of_type(_memory_type(x)) not in (reference, None) else "on the host"
+    name = "on a GPU (CuPy)" if backend_of_type(_memory_type(x)) not in (reference, None) else "on the host"
     return f"{type(x).__name__} {name}"
 
 
@@ -359,6 +307,28 @@ def _ordinal(array: Any) -> int | None:
     """Number of the GPU where an array lies; None for the host."""
     device = getattr(array, "device", "cpu")
     return None if isinstance(device, str) else int(device.id)
+
+
+def _outputs(out: Any) -> tuple[Any, Any]:
+    """(out, aux) as they were given."""
+    if not isinstance(out, tuple):
+        return out, None
+    if len(out) != 2:
+        raise TypeError(f"out is an array, or (out, aux), not a tuple of {len(out)}")
+    return out
+
+
+def _check_outputs(named: dict[str, Any]) -> None:
+    """Outputs are arrays that overlap neither one another nor, by a stride of 0, themselves."""
+    for name, array in named.items():
+        if backend_of_type(array.__class__) is None:
+            raise TypeError(f"{name} is a NumPy or CuPy array, not {type(array).__name__}")
+        if array.size and any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
+            raise ValueError(f"{name} has a stride of 0, so that elements share memory; pass an array of its own")
+    if len(named) == 2 and all(isinstance(array, np.ndarray) for array in named.values()):
+        first, second = named.values()
+        if np.may_share_memory(first, second):
+            raise ValueError("out and aux share memory; pass two arrays")
 
 
 def _check_shapes(a: Any, b: Any) -> None:
@@ -400,7 +370,7 @@ def _out_dtype(left: gemm.Operand, right: gemm.Operand, out: Any, out_dtype: Any
 def engine_for(a: Any, b: Any) -> gemm.Engine:
     """What `a @ b` would be multiplied by, and why, without multiplying."""
     gpu = _gpu_module(a, b)
-    a, b = (x if isinstance(x, HybridArray) else _array(x, name) for x, name in ((a, "a"), (b, "b")))
+    a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)

@@ -223,6 +223,7 @@ def requantize_parts(
     """Quantize into the buffers of both parts; nothing is written where noop is not zero."""
     if noop is not None and np.asarray(noop).reshape(()):
         return
+    values = _apart(values, [part for part in (rows, columns) if part is not None])
     parts = [(part, source) for part, source in ((rows, values), (columns, values.T)) if part is not None]
     if derived == "rowwise":
         parts.reverse()
@@ -232,6 +233,18 @@ def requantize_parts(
         if number == 1 and derived is not None:
             source = dequantize_part(parts[0][0], np.dtype(np.float32)).T
         quantize_into(part, source, whole if part.format.measures_amax else None)
+
+
+def _apart(values: Values, parts: list[QuantizedArray]) -> Values:
+    """Values that no buffer overlaps: a copy where one does. Raises ValueError where a buffer cannot be written."""
+    for part in parts:
+        buffers = (part.codes, part.scales, part.global_scale, part.amax)
+        for buffer in (buffer for buffer in buffers if buffer is not None and buffer.size):
+            if not buffer.flags.writeable:
+                raise ValueError(f"a buffer of {part!r} is read-only; .copy() the array and requantize that")
+            if np.may_share_memory(values, buffer):
+                values = values.copy()
+    return values
 
 
 def quantize_into(part: QuantizedArray, values: Values, whole: Floats | None = None) -> None:

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import HybridArray, Packed, QuantizedArray
+from .arrays import HybridArray, QuantizedArray
+from .buffers import Packed
 from .formats import ELEMENTS, Element, scale_values
 from .layout import Array, namespace, unpack_nibbles
 from .reference import dequantize_part

@@ -15,7 +15,7 @@ struct AmaxArguments {
 extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_amax(const __grid_constant__ hq::AmaxArguments a) {
     using namespace hq;
     __shared__ u32 partial[THREADS / 32];
-    if (a.noop && *a.noop) return;
+    if (a.noop && *a.noop << 1) return;  // -0.0f is zero
     Place p;
     if (!locate(p, a.m, a.k, false)) return;
     Patch<Input> patch;

@@ -64,6 +64,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
         storages.setdefault(format.storage, name)
     for storage in {format.storage: None for _, format in formats if format.transposable}:
         yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
+    yield Specialisation("narrow float64", traits.narrow_launch().source, True)
     for dtype in dtypes:
         for aligned in (True, False):
             main = dtype == "bfloat16" and aligned

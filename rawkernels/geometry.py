@@ -93,3 +93,6 @@ FINISH_TILE = Tile(8, 1024)
 
 SCALE_TILE = Tile(128, 8)
 """Scales (lines x blocks) that a block of the tiling kernel moves."""
+
+NARROW_TILE = Tile(1, 1024)
+"""Elements a block of the narrowing kernel rounds: 4 a thread."""

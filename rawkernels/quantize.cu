@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     using namespace hq;
     extern __shared__ __align__(16) u8 dynamic[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    if (a.noop && *a.noop) return;
+    if (a.noop && *a.noop << 1) return;  // -0.0f is zero
 
     if (first_thread()) {
         if constexpr (Row::present) store_scalars<Row>(a, a.row);
@@ -338,14 +338,12 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     Place p;
     if (!locate(p, a.m, a.k, a.reversed)) return;
     constexpr bool tables = Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL;
-    float whole = 0.0f;  // asked for before the patch, whose loads are under way while the table is made
-    if constexpr (tables) asm volatile("ld.global.f32 %0, [%1];" : "=f"(whole) : "l"(a.whole));
-    Patch<Input> patch;
+    Patch<Input> patch;  // its loads are under way while the table is made
     load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
     if constexpr (tables) {
         typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
-        shared.table[0].fill<First>(threadIdx.x, whole);
-        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, whole);
+        shared.table[0].fill<First>(threadIdx.x, *a.whole);
+        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, *a.whole);
     }
     if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
     if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);

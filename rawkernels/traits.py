@@ -160,6 +160,12 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
     return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
 
 
+def narrow_launch() -> Launch:
+    """The kernel that rounds float64 to float32, over a matrix of one row."""
+    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+    return Launch(Source("narrow.cu", "hq_narrow", text), geometry.NARROW_TILE, 0)
+
+
 def transpose_launch(storage: Storage) -> Launch:
     """The kernel that moves the codes of a transposable format's part."""
     tile = geometry.SQUARE

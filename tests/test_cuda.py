@@ -144,3 +144,49 @@ def test_moved_codes_equal_quantized_columns(cupy, name):
         array = hq.quantize(cupy.asarray(x), rowwise=name).with_columnwise()
         testing.assert_bitwise_equal(array.columnwise, expected.columnwise)
         testing.assert_code_padding_is_zero(array.columnwise)
+
+
+def test_float64_is_rounded_as_the_reference_does(cupy):
+    wide = np.random.default_rng(0).integers(0, 1 << 63, (145, 280), dtype=np.int64).view(np.float64)
+    near = testing.matrix("subnormals", (145, 280)).astype(np.float64) * 1.37
+    for x in (wide, near, testing.matrix("gauss", (145, 280)).astype(np.float64) * (1 + 2.0**-40)):
+        for view in testing.VIEWS.values():
+            check(cupy, x, view, rowwise="mxfp8", columnwise="nvfp4")
+            check(cupy, x, view, rowwise="fp32")
+        testing.assert_bitwise_equal(hq.amax(cupy.asarray(x)), hq.amax(x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_flag_of_four_bytes_is_read(cupy, dtype):
+    x = testing.matrix("gauss", (33, 64), BFLOAT16)
+    array = hq.quantize(cupy.asarray(x), rowwise="nvfp4", columnwise="mxfp8")
+    flags = cupy.asarray(np.array([-0.0, 1, 0, -3], dtype))
+    for number, skipped in enumerate((False, True, False, True)):
+        hq.requantize(array, cupy.asarray(x) * 2, noop=flags[number : number + 1])
+        doubled = testing.matrix("gauss", (33, 64), BFLOAT16) * 2
+        expected = hq.quantize(x if skipped else doubled, rowwise="nvfp4", columnwise="mxfp8")
+        testing.assert_bitwise_equal(array, expected)
+        hq.requantize(array, cupy.asarray(x))
+
+
+def test_what_lies_elsewhere_is_refused(cupy):
+    x = testing.matrix("gauss", (33, 64))
+    array = hq.quantize(cupy.asarray(x), rowwise="nvfp4")
+    host = hq.quantize(x, rowwise="nvfp4")
+    for call, error, message in (
+        (lambda: hq.requantize(array, x), ValueError, "the array is on cuda:0 and the values are on the host"),
+        (lambda: hq.requantize(host, cupy.asarray(x)), ValueError, "the array is on the host"),
+        (lambda: hq.requantize(array, cupy.asarray(x), noop=np.zeros(1, np.int32)), ValueError, "noop is on the host"),
+        (lambda: hq.requantize(array, cupy.asarray(x), noop=1), TypeError, "is a host number"),
+        (lambda: hq.requantize(array, cupy.asarray(x), noop=cupy.ones(1)), TypeError, "float32 or int32, not float64"),
+        (lambda: hq.quantize(cupy.asarray(x), rowwise="nvfp4", amax=np.ones(1, np.float32)), ValueError, "amax is on"),
+        (lambda: hq.HybridArray(array.rowwise, hq.quantize(x, columnwise="bf16").columnwise), ValueError, "one device"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_number_is_taken_as_amax(cupy):
+    x = testing.matrix("gauss", (33, 64))
+    testing.assert_bitwise_equal(hq.quantize(cupy.asarray(x), rowwise="nvfp4", columnwise="fp8_e4m3", amax=3.5),
+                                 hq.quantize(x, rowwise="nvfp4", columnwise="fp8_e4m3", amax=3.5))

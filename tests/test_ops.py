@@ -60,11 +60,94 @@ def test_quantize_says_what_it_expected(options, error, message):
         hq.quantize(X, **options)
 
 
-@named("amax", [0.0, -1.0, float("nan"), float("inf")])
+@named("amax", [0.0, float("inf"), *(np.array([value], np.float32) for value in (0, -1, np.nan, np.inf))], ids=repr)
 def test_a_given_amax_that_scales_nothing_means_scale_one(amax):
     array = hq.quantize(X, rowwise="fp8_e4m3", columnwise="nvfp4", amax=amax)
     assert array.rowwise.scales.item() == array.columnwise.global_scale.item() == 1.0
     testing.assert_in_rounding_cell(X, array)
+
+
+@named("amax", [-1.0, float("nan"), -1, np.float32(-2)], ids=repr)
+def test_a_number_that_is_no_magnitude_is_refused_as_amax(amax):
+    with pytest.raises(ValueError, match=f"amax is a magnitude, not {float(amax)}"):
+        hq.quantize(X, rowwise="fp8_e4m3", amax=amax)
+
+
+def test_a_matrix_of_numpy_is_read_as_an_array():
+    matrix = np.asarray(X).view(np.matrix)
+    testing.assert_bitwise_equal(hq.quantize(matrix, rowwise="mxfp8"), hq.quantize(X, rowwise="mxfp8"))
+    product = hq.matmul(matrix, matrix.T, activation="gelu")
+    testing.assert_bitwise_equal(product, hq.matmul(X, X.T, activation="gelu"))
+
+
+def test_a_masked_array_is_refused():
+    with pytest.raises(TypeError, match=re.escape("values is a masked array, and a mask has no code; use .filled(")):
+        hq.quantize(np.ma.masked_array(X, X > 0), rowwise="mxfp8")
+
+
+def test_another_byte_order_is_refused():
+    with pytest.raises(TypeError, match=re.escape("values has dtype >f4; float32, float16, bfloat16 and float64 are "
+                                                  "read in this machine's byte order, use .astype('float32')")):
+        hq.quantize(X.astype(">f4"), rowwise="mxfp8")
+
+
+def test_outputs_that_share_memory_are_refused():
+    y = np.zeros((X.shape[0], X.shape[0]), np.float32)
+    with pytest.raises(ValueError, match="out and aux share memory"):
+        hq.matmul(X, X.T, out=(y, y), accumulate=True)
+    with pytest.raises(ValueError, match="out has a stride of 0"):
+        hq.matmul(X, X.T, out=np.broadcast_to(y[:1], y.shape))
+    for out in ((y,), (y, y.copy(), y.copy()), ()):
+        with pytest.raises(TypeError, match=re.escape(f"not a tuple of {len(out)}")):
+            hq.matmul(X, X.T, out=out)
+    with pytest.raises(TypeError, match="out is a NumPy or CuPy array, not list"):
+        hq.matmul(X, X.T, out=[1.0])
+
+
+def test_requantizing_from_the_own_buffers_reads_them_first():
+    square = testing.matrix("gauss", (32, 32))
+    array = hq.quantize(square, rowwise="fp32", columnwise="fp32")
+    hq.requantize(array, array.rowwise.codes.T)
+    testing.assert_bitwise_equal(array, hq.quantize(square.T, rowwise="fp32", columnwise="fp32"))
+
+
+def test_a_read_only_part_is_refused_before_the_other_is_written():
+    array = hq.quantize(X, rowwise="mxfp8", columnwise="nvfp4")
+    array.columnwise.buffers.memory.setflags(write=False)
+    before = array.rowwise.copy()
+    with pytest.raises(ValueError, match="is read-only; .copy"):
+        hq.requantize(array, X + 1)
+    testing.assert_bitwise_equal(array.rowwise, before)
+
+
+@named(("call", "message"), [
+    (hq.dequantize, "dequantize takes a HybridArray, not QuantizedArray; wrap it: HybridArray("),
+    (lambda part: hq.requantize(part, X), "requantize takes a HybridArray, not QuantizedArray; wrap it: HybridArray"),
+    (lambda part: hq.with_columnwise(X), "with_columnwise takes a HybridArray, not ndarray; quantize(x, ...) makes"),
+    (lambda part: hq.matmul(part, X.T), "a is one part of an array; wrap it: HybridArray(rowwise=part)"),
+    (lambda part: hq.quantize(hq.HybridArray(part), rowwise="mxfp8"), "values is a HybridArray already; .dequantize()"),
+])
+def test_a_container_in_the_wrong_place_says_what_to_do(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(hq.quantize(X, rowwise="mxfp8").rowwise)
+
+
+@named("noop", ["no", [1], None, {}], ids=repr)
+def test_a_flag_is_one_number(noop):
+    array = hq.quantize(X, rowwise="mxfp8")
+    if noop is None:
+        hq.requantize(array, X, noop=noop)
+        return
+    with pytest.raises(TypeError, match="noop is an array of one number"):
+        hq.requantize(array, X, noop=noop)
+
+
+def test_matmul_leaves_operands_it_does_not_know_to_them():
+    class Other:
+        def __rmatmul__(self, left):
+            return "theirs"
+
+    assert hq.quantize(X, rowwise="mxfp8") @ Other() == "theirs"
 
 
 def test_a_scalar_has_no_last_axis():

@@ -1,0 +1,153 @@
+"""What the public functions are given: arrays, amaxes and flags, checked once and put where the work is done."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import isnan, prod
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import reference
+from .arrays import HybridArray, QuantizedArray
+from .formats import BFLOAT16, Format
+from .layout import Array, namespace
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64))
+"""Dtypes that are read; float64 is rounded to float32 first."""
+
+FLAGS = (np.dtype(np.float32), np.dtype(np.int32))
+"""Dtypes of a noop flag on a GPU: four bytes, read by the kernels."""
+
+
+@cache
+def backend_of_type(kind: type) -> ModuleType | None:
+    """The module that computes on arrays of a type; None where there is none."""
+    if issubclass(kind, np.ndarray):
+        return reference
+    if kind.__module__.partition(".")[0] != "cupy":
+        return None
+    from . import cuda
+
+    return cuda
+
+
+def backend_of(array: Array) -> ModuleType:
+    """The module that computes on an array that as_array has let in."""
+    backend = backend_of_type(array.__class__)
+    assert backend is not None
+    return backend
+
+
+def as_array(values: Any, what: str) -> Array:
+    """The values as a NumPy or CuPy array of a dtype we read; `what` names them in errors."""
+    kind = values.__class__
+    if backend_of_type(kind) is None:
+        values = _by_dlpack(values, what)
+    elif kind is not np.ndarray and isinstance(values, np.ndarray):  # np.matrix multiplies where arrays do not
+        if isinstance(values, np.ma.MaskedArray):
+            raise TypeError(f"{what} is a masked array, and a mask has no code; use .filled(value)")
+        values = values.view(np.ndarray)
+    if values.dtype not in FLOATS:
+        swapped = "" if values.dtype.isnative else " in this machine's byte order"
+        raise TypeError(
+            f"{what} has dtype {values.dtype.str if swapped else values.dtype}; float32, float16, bfloat16 and float64 "
+            f"are read{swapped}, use .astype({'float32' if not swapped else repr(values.dtype.newbyteorder('=').name)})"
+        )
+    return values
+
+
+def _by_dlpack(values: Any, what: str) -> Array:
+    if isinstance(values, HybridArray):
+        raise TypeError(f"{what} is a HybridArray already; .dequantize() gives its values")
+    if isinstance(values, QuantizedArray):
+        raise TypeError(f"{what} is one part of an array; wrap it: HybridArray(rowwise=part)")
+    if not hasattr(values, "__dlpack__"):
+        raise TypeError(
+            f"{what} is {type(values).__name__}; pass a NumPy or CuPy array, or one that offers DLPack"
+            + (" (np.asarray(...) makes one)" if isinstance(values, (list, tuple, float)) else "")
+        )
+    try:
+        return np.from_dlpack(values)
+    except Exception as error:  # whatever the producer raises
+        detach = ".detach() it, " if getattr(values, "requires_grad", False) else ""
+        raise TypeError(
+            f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack "
+            f"into NumPy: {error}; {detach}convert it to float32 on the CPU, or to a CuPy array"
+        ) from error
+
+
+def as_matrix(values: Array, what: str) -> Array:
+    """(..., k) -> (prod(...), k)."""
+    if values.ndim == 0:
+        raise ValueError(f"{what} is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
+    return values if values.ndim == 2 else values.reshape(prod(values.shape[:-1]), values.shape[-1])
+
+
+def as_hybrid(array: Any, what: str) -> HybridArray:
+    """Raises TypeError for anything but a HybridArray, and says how to make one."""
+    if isinstance(array, HybridArray):
+        return array
+    remedy = "wrap it: HybridArray(rowwise=part)" if isinstance(array, QuantizedArray) else "quantize(x, ...) makes one"
+    raise TypeError(f"{what} takes a HybridArray, not {type(array).__name__}; {remedy}")
+
+
+def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
+    """A caller's amax as float32 (1,) where the values are. Raises where no format has one amax per matrix."""
+    if not any(format.measures_amax for format in formats):
+        names = ", ".join(format.name for format in formats)
+        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
+    if isinstance(amax, (int, float, np.floating, np.integer)) and not isinstance(amax, bool):
+        number = float(amax)
+        with np.errstate(over="ignore"):
+            amax = namespace(values).asarray(np.array([number], np.float32))
+        if number < 0 or isnan(number):
+            raise ValueError(f"amax is a magnitude, not {number}")
+    array = amax
+    if getattr(array, "dtype", None) != np.float32 or prod(array.shape) != 1:
+        shape, dtype = getattr(array, "shape", "?"), getattr(array, "dtype", type(amax).__name__)
+        raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
+    _expect_place("amax", array, values)
+    return array.reshape(1)
+
+
+def as_flag(noop: Any, values: Array) -> Any:
+    """A noop flag, one element where the values are; on a GPU float32 or int32, which its kernels read."""
+    if isinstance(noop, (bool, int, float, np.generic)):
+        noop = np.asarray(noop)
+        if not isinstance(values, np.ndarray):
+            raise TypeError(f"noop beside CuPy values is a CuPy array, which kernels read; {noop} is a host number")
+    if backend_of_type(noop.__class__) is None or noop.dtype.kind not in "biuf":
+        raise TypeError(f"noop is an array of one number, not {type(noop).__name__}")
+    if noop.size != 1:
+        raise ValueError(f"noop is one element, not {noop.shape}")
+    _expect_place("noop", noop, values)
+    if not isinstance(noop, np.ndarray) and noop.dtype not in FLAGS:
+        raise TypeError(f"noop on a GPU is float32 or int32, not {noop.dtype}; use .astype(np.int32)")
+    return noop
+
+
+def _expect_place(what: str, array: Any, values: Array) -> None:
+    if place(array) != place(values):
+        raise ValueError(f"{what} is on {_named(place(array))} and the values are on {_named(place(values))}; move one")
+
+
+def place(array: Array) -> int:
+    """The CUDA device that holds an array; -1 for the host."""
+    return -1 if isinstance(array, np.ndarray) else int(array.data.device_id)
+
+
+def _named(ordinal: int) -> str:
+    return "the host" if ordinal < 0 else f"cuda:{ordinal}"
+
+
+def expect_same_place(array: HybridArray, values: Array) -> None:
+    """Raises ValueError where new values are not where the array's buffers are."""
+    there, _ = next(array.parts())
+    ordinal = array.part(there).ordinal
+    if ordinal != place(values):
+        raise ValueError(
+            f"the array is on {_named(ordinal)} and the values are on {_named(place(values))}; move the values with "
+            f"cupy.asarray(...) or cupy.asnumpy(...)"
+        )

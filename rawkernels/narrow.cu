@@ -1,0 +1,22 @@
+// Narrow: grid of 1-D tiles, 256 threads, 4 elements a thread; float64 to float32, nearest even, subnormals kept.
+//
+// CuPy's own cast may flush subnormals: it compiles with -ftz=true.
+#include "tile.cuh"
+
+namespace hq {
+
+struct NarrowArguments {
+    const double* from;
+    float* to;
+    i64 count;
+};
+
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(hq::THREADS) hq_narrow(const __grid_constant__ hq::NarrowArguments a) {
+    using namespace hq;
+    const i64 first = (i64(blockIdx.x) + (blockIdx.y + i64(blockIdx.z) * gridDim.y) * gridDim.x) * THREADS * 4 + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (first + i * THREADS < a.count) a.to[first + i * THREADS] = __double2float_rn(a.from[first + i * THREADS]);
+}
