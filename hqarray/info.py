@@ -97,24 +97,45 @@ class Library:
 
     owner   the distribution that installed it, or "system"
     loaded  whether this process had loaded it before it was looked at
+    taken   how matmul on a GPU comes to this file, through nvmath-python; "" where it takes another, or none
     """
 
     path: str
     version: str
     owner: str
     loaded: bool
+    taken: str = ""
 
     def __str__(self) -> str:
-        return f"{self.version}, {self.path} ({self.owner}{', loaded in this process' if self.loaded else ''})"
+        taken = f", matmul takes it: {self.taken}" if self.taken else ""
+        return f"{self.version}, {self.path} ({self.owner}{', loaded in this process' if self.loaded else ''}{taken})"
 
 
 def cublaslt_libraries() -> tuple[Library, ...]:
     """Every libcublasLt found: those this process has loaded first, then Python packages', then the system's."""
     owners = dict(_packaged_libraries())
     loaded = list(dict.fromkeys(_loaded_libraries()))
+    file, how = _taken_library()
     system = [] if owners or loaded else [name for name in (ctypes.util.find_library("cublasLt"),) if name]
-    paths = dict.fromkeys([*loaded, *owners, *system])
-    return tuple(Library(path, _version_of(path), owners.get(path, "system"), path in loaded) for path in paths)
+    paths = dict.fromkeys([*loaded, *owners, *system, *filter(None, [file])])
+    return tuple(
+        Library(path, _version_of(path), owners.get(path, "system"), path in loaded, how if path == file else "")
+        for path in paths
+    )
+
+
+def _taken_library() -> tuple[str, str]:
+    """The file that nvmath-python's loader takes, and how it comes to it; empty where there is no loader or no file."""
+    try:
+        from cuda import pathfinder
+    except ImportError:
+        return "", ""
+    try:
+        found = pathfinder.load_nvidia_dynamic_lib("cublasLt")
+    except RuntimeError:  # it is not there, or cannot be loaded
+        return "", ""
+    where = "loaded before, by another library" if found.was_already_loaded_from_elsewhere else f"by {found.found_via}"
+    return str(Path(found.abs_path or "").resolve()), where
 
 
 def _loaded_libraries() -> Iterator[str]:

@@ -3,13 +3,14 @@
 import ctypes
 import enum
 import itertools
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray import cublaslt, gemm
+from hqarray import cublaslt, gemm, info
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.cublaslt import Operand, Plan, Product, Refused
@@ -381,3 +382,29 @@ def test_an_engine_by_name_or_value():
         assert gemm.asked_engine(name, storage, storage, (9, 0)).name == name
     fast = gemm.asked_engine(hq.Engine("native", fast_accumulate=True), storage, storage, (9, 0))
     assert fast.fast_accumulate and str(fast) == "native: asked for"
+
+
+# --- which file ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "how"), [(True, "loaded before, by another library"), (False, "by site-packages")]
+)
+def test_info_says_which_libcublaslt_matmul_takes_and_why(tmp_path, monkeypatch, elsewhere, how):
+    file = tmp_path / "libcublasLt.so.13"
+    file.write_bytes(b"")
+    found = SimpleNamespace(abs_path=str(file), was_already_loaded_from_elsewhere=elsewhere, found_via="site-packages")
+    pathfinder = SimpleNamespace(load_nvidia_dynamic_lib=lambda name: found)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=pathfinder))
+    monkeypatch.setattr(info, "_version_of", lambda path: "13.1.0")
+    (library,) = [library for library in info.cublaslt_libraries() if library.path == str(file)]
+    assert str(library) == f"13.1.0, {file} (system, matmul takes it: {how})"
+
+
+def test_info_runs_where_no_libcublaslt_can_be_found(monkeypatch):
+    def missing(name):
+        raise RuntimeError("No such file")
+
+    pathfinder = SimpleNamespace(load_nvidia_dynamic_lib=missing)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=pathfinder))
+    assert all(not library.taken for library in info.cublaslt_libraries())
