@@ -90,12 +90,12 @@ template <bool ALIGNED_ROWS, class In>
 HQ_FN void load_patch(Patch<In>& patch, const Place& p, const char* values, i64 row_bytes, i64 m, i64 k) {
     const char* tile = values + p.tile_row * TILE_ROWS * row_bytes + p.tile_column * TILE_COLUMNS * In::size;
     if (ALIGNED_ROWS && p.full) {
+        const char* first = tile + p.column * In::size;
         const int row16 = int(row_bytes >> 4);
-        u64 first, address;
-        asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(first) : "r"(p.row * 16), "r"(row16), "l"(tile + p.column * In::size));
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(row16), "r"(16 * i), "l"(first));
+            u64 address;
+            asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"((p.row + i) * 16), "r"(row16), "l"(first));
             patch.load_row(i, reinterpret_cast<const char*>(address));
         }
     } else {
