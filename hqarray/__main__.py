@@ -30,7 +30,11 @@ class UsageError(ValueError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0, 1 for a closed pipe, 2 for a mistake in what was given, 130 when stopped."""
     try:
-        options = _parser().parse_args(arguments)
+        try:
+            options = _parser().parse_args(arguments)
+        except SystemExit:
+            sys.stdout.flush()  # --version and --help
+            raise
         status: int = options.run(options)
         sys.stdout.flush()
         return status
@@ -38,11 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hqarray: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # what is still buffered would fail again when Python shuts down
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:
+        _discard_output()
+        print(f"hqarray: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    # what is still buffered would fail again when Python shuts down
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors")
     report.add_argument("--formats", metavar="NAME,...", help="what to study, e.g. 'fp8,mxfp8(rule=floor)'")
     report.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
-    report.add_argument("--html", metavar="FILE", help="write the tables as one page")
+    report.add_argument("--html", metavar="FILE", help="write the tables as one page; - as for --json")
     report.set_defaults(run=_report)
 
     about = commands.add_parser("info", help="versions, GPU, libcublasLt, and the engine of each pair of formats")
@@ -83,6 +95,9 @@ def _report(options: argparse.Namespace) -> int:
         selection = select(names)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
+    if options.json and options.json == options.html:
+        place = "standard output" if options.json == "-" else options.json
+        raise UsageError(f"--json and --html would both be written to {place}; name another file for one of them")
     for target in (options.json, options.html):
         _check_writable(target)
     operands = read_operands(options.files) if options.files else default_operands()

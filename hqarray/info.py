@@ -31,6 +31,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 """What is listed, and the distributions that provide it."""
 
+OLDEST = (8, 0)
+"""The least compute capability that kernels are compiled for: that of rawkernels/catalogue.py's ARCHES."""
+
 SYMBOLS: dict[EngineName, str] = {"native": "N", "bf16": "b", "bf16x3": "3", "fp32": "f"}
 
 
@@ -169,11 +172,18 @@ def _version_of(path: str) -> str:
 
 
 def parse_chip(text: str) -> tuple[int, int]:
-    """(9, 0) for "sm_90", "sm_90a", "90" or "9.0". Raises ValueError for anything else."""
+    """(9, 0) for "sm_90", "sm_90a", "90" or "9.0". Raises ValueError for anything else, and below OLDEST."""
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)[af]?", text.strip().lower())
     if not match:
         raise ValueError(f"chip {text!r} is not a compute capability; write sm_90, sm_100 or sm_120")
-    return int(match[1]), int(match[2])
+    chip = int(match[1]), int(match[2])
+    if chip < OLDEST:
+        raise ValueError(f"chip {text!r} is {_unsupported(chip)}")
+    return chip
+
+
+def _unsupported(chip: tuple[int, int]) -> str:
+    return f"below sm_{OLDEST[0]}{OLDEST[1]}, the oldest that hqarray has kernels for (sm_{chip[0]}{chip[1]})"
 
 
 def storages() -> dict[Storage, list[str]]:
@@ -231,4 +241,4 @@ def info_lines(chips: tuple[tuple[int, int], ...] = (), width: int = 80) -> Iter
     yield from engine_lines(None, width)
     for chip in chips or tuple(dict.fromkeys(device.chip for device in devices)):
         yield f"sm_{chip[0]}{chip[1]}"
-        yield from engine_lines(chip, width)
+        yield from engine_lines(chip, width) if chip >= OLDEST else (f"  none: {_unsupported(chip)}",)

@@ -77,13 +77,17 @@ class RecipeResult:
 
     sqnr_db  of the (rowwise, columnwise) part of each operand, against its values
     error    |Y - Y64| / |Y64| (Frobenius) of each product; Y64 multiplies the unquantized operands in float64
+    nan      share of the elements of each product that are NaN where Y64 is finite
     nbytes   of all six parts, padding included
     engine   what multiplied each product, and why
+
+    sqnr_db and error are NaN where one element is NaN that should be finite, or where there is nothing finite.
     """
 
     recipe: Recipe
     sqnr_db: dict[Role, tuple[float, float]]
     error: dict[Product, float]
+    nan: dict[Product, float]
     nbytes: int
     engine: dict[Product, Engine]
 
@@ -159,12 +163,18 @@ class Report:
                 "dB: SQNR of an operand's rowwise/columnwise part (one number where they agree); x input, w weight, "
                 "dy gradient of the output.",
                 "%: |Y - Y64| / |Y64| of fprop x @ w.T, dgrad dy @ w, wgrad dy.T @ x; Y64: unquantized, float64.",
+                *([_NAN_LEGEND] if self._holds_nan() else []),
                 "KiB: all six parts, padding included.",
                 *(f"engine {engine}." for engine in sorted(engines)),
             ]
         if self.matrices:
-            lines.append("error %: |q - x| / |x| (Frobenius); blocks run along the last axis.")
+            lines += _FORMATS_LEGEND
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    def _holds_nan(self) -> bool:
+        results = [result for layer in self.layers for result in layer.results]
+        values = [v for r in results for v in (*r.error.values(), *(db for pair in r.sqnr_db.values() for db in pair))]
+        return any(map(math.isnan, values))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         from rich.text import Text
@@ -181,6 +191,17 @@ class Report:
         legend = "\n".join(f"<li>{escape(line)}</li>" for line in self.legend())
         return _PAGE.substitute(tables=tables, legend=legend)
 
+
+_NAN_LEGEND = "nan: it holds NaN where the unquantized numbers are finite, or none of those is finite."
+
+_FORMATS_LEGEND = (
+    "SQNR dB: 10 log10(sum x^2 / sum (q - x)^2); error %: |q - x| / |x| (Frobenius); max error: largest |q - x|; all "
+    "over the elements that are finite and do not become NaN. Blocks run along the last axis.",
+    "clipped %: elements beyond the largest magnitude of their block, which saturate. NVFP4's come of its E4M3 scales: "
+    "one that is rounded down leaves the largest element of its block up to 1/16 outside.",
+    "zeroed %: elements that are not zero and become zero. NaN %: elements that become NaN. B/elem: bytes per element, "
+    "scales and padding included.",
+)
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -216,6 +237,7 @@ def _result_dict(result: RecipeResult) -> dict[str, Any]:
         "formats": {SYMBOLS[role]: [format.name for format in result.recipe[role]] for role in ROLES},
         "sqnr_db": {SYMBOLS[role]: dict(zip(DIRECTIONS, result.sqnr_db[role], strict=True)) for role in ROLES},
         "relative_error": result.error,
+        "nan": result.nan,
         "bytes": result.nbytes,
         "engine": {product: {"name": e.name, "reason": e.reason} for product, e in result.engine.items()},
     }
@@ -241,7 +263,8 @@ def study(operands: Operands, selection: Selection, step: Step = lambda: None) -
     for matrix in (*(m for t in operands.triples for m in (t.x, t.w, t.dy)), *operands.matrices):
         strange = sum(int((~np.isfinite(matrix.values[tile])).sum()) for tile in tiles(matrix.values.shape))
         if strange:
-            notes.append(f"{matrix.name} holds {strange} elements that are NaN or infinite")
+            elements = "1 element that is" if strange == 1 else f"{strange} elements that are"
+            notes.append(f"{matrix.name} holds {elements} NaN or infinite")
     layers = tuple(_study_triple(triple, selection.recipes, step) for triple in operands.triples)
     matrices = tuple(_study_matrix(matrix, selection.formats, step) for matrix in operands.matrices)
     return Report(layers, matrices, tuple(notes))
@@ -283,15 +306,23 @@ def _study_recipe(recipe: Recipe, values: dict[Role, Values], exact: dict[Produc
         products: dict[Product, tuple[HybridArray, HybridArray]] = {
             "fprop": (x, w.T), "dgrad": (dy, w), "wgrad": (dy.T, x)
         }
-        errors = {product: _tally(exact[product], a @ b).relative_error for product, (a, b) in products.items()}
+        tallies = {product: _tally(exact[product], a @ b) for product, (a, b) in products.items()}
         sqnr = {role: _part_sqnr(values[role], arrays[role]) for role in ROLES}
     engines = {product: ops.engine_for(a, b) for product, (a, b) in products.items()}
-    return RecipeResult(recipe, sqnr, errors, sum(array.nbytes for array in arrays.values()), engines)
+    errors = {product: _unless_lost(tally, tally.relative_error) for product, tally in tallies.items()}
+    nans = {product: tally.lost / max(tally.count, 1) for product, tally in tallies.items()}
+    return RecipeResult(recipe, sqnr, errors, nans, sum(array.nbytes for array in arrays.values()), engines)
 
 
 def _part_sqnr(values: Values, array: HybridArray) -> tuple[float, float]:
-    rows, columns = (_tally(values, array.dequantize(source=direction)).sqnr_db for direction in DIRECTIONS)
+    tallies = (_tally(values, array.dequantize(source=direction)) for direction in DIRECTIONS)
+    rows, columns = (_unless_lost(tally, tally.sqnr_db) for tally in tallies)
     return rows, columns
+
+
+def _unless_lost(tally: Tally, value: float) -> float:
+    """The sums leave NaN out; a result that holds NaN where a number belongs is not as good as the rest of it."""
+    return math.nan if tally.lost else value
 
 
 def _tally(values: Values, decoded: Values) -> Tally:

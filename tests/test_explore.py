@@ -107,6 +107,13 @@ def test_nan_is_counted_where_it_spreads() -> None:
     assert mxfp8.max_error == 0
 
 
+def test_a_matrix_without_a_number_has_no_error_to_show() -> None:
+    for value in (np.nan, np.inf):
+        for error in hq.compare(np.full((4, 64), value, np.float32)):
+            assert math.isnan(error.sqnr_db) and math.isnan(error.relative_error), error.format
+    assert "exact" not in repr(hq.compare(np.full((4, 64), np.nan, np.float32)))
+
+
 def test_float16_overflow_is_an_infinite_error_and_clipped() -> None:
     error = hq.compare(np.array([[1.0, 1e5]], np.float32), "fp16")[0]
     assert (error.max_error, error.sqnr_db, error.clipped) == (math.inf, -math.inf, 0.5)
@@ -167,6 +174,52 @@ def test_table_fits_the_terminal_and_loses_no_digit(width: int) -> None:
     for error in comparison:
         (row,) = [line for line in text.splitlines() if line.split() and line.split()[0] == error.format]
         assert row.split()[1] == explore.decibels(error.sqnr_db)
+
+
+@pytest.mark.parametrize("width", [8, 12, 20, 40, 60, 79])
+def test_a_narrow_terminal_shows_whole_numbers_or_folds_them(width: int) -> None:
+    comparison = hq.compare(SPREAD, ["mxfp8", "nvfp4", "fp8_block_128x128(element=e5m2,pow2=true)"])
+    table = comparison.table()
+    text = table.text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert_whole_cells(table, text, width)
+
+
+def assert_whole_cells(table: explore.TextTable, text: str, width: int) -> None:
+    """Every cell is a word of the text; in a terminal narrower than a label and a cell, its characters are there."""
+    cells = {line for row in table.rows for cell in row[1:] for line in cell.split("\n")}
+    words = [word for line in text.splitlines()[1:] for word in line.split()]
+    if width >= 20:
+        assert cells <= set(words)
+        numbers = {word for word in words if word.replace("/", "").replace(".", "").isdigit()}
+        assert numbers <= cells, "a number that no cell holds was cut"
+    else:
+        digits = [c for row in table.rows for cell in row[1:] for c in cell if c.isdigit()]
+        assert sum(c.isdigit() for line in text.splitlines() for c in line) >= len(digits)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_title_wraps_at_the_terminal_and_not_at_the_table(width: int) -> None:
+    title = f"layer: {'x' * 8} bfloat16"
+    text = explore.TextTable(("a", "b"), (("c", "1"),), title).text(width)
+    assert text.split("\n")[0] == (title if width > 20 else "layer: xxxxxxxx")
+
+
+@pytest.mark.parametrize("name", hq.RECIPES)
+def test_name_of_a_recipe_is_told_so(name: str) -> None:
+    if name in hq.FORMATS:
+        assert hq.compare(RAGGED[:2], [name])[0].format == name
+        return
+    with pytest.raises(ValueError, match=f"^'{name}' is a recipe, which names formats for the three.*compare takes"):
+        hq.compare(RAGGED[:2], [name])
+
+
+def test_np_matrix_is_an_array_and_a_masked_array_is_refused() -> None:
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix(RAGGED[:4])
+    assert hq.compare(matrix, "mxfp8") == hq.compare(RAGGED[:4], "mxfp8")
+    with pytest.raises(TypeError, match="x is a masked array"):
+        hq.compare(np.ma.masked_less(RAGGED[:4], 0), "mxfp8")
 
 
 def test_comparison_shows_itself_as_text_rich_and_html() -> None:

@@ -22,6 +22,7 @@ from hqarray import __main__ as command
 from hqarray import info
 from hqarray.__main__ import main
 from hqarray.gemm import ENGINES
+from hqarray.rawkernels import catalogue
 
 X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 
@@ -243,6 +244,29 @@ def test_closed_pipe_is_silent(arguments: list[str]) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+@pytest.mark.parametrize("arguments", [["report", "--formats", "fp8"], ["info"], ["--version"], ["--help"],
+                                       ["report", "--formats", "fp8", "--json", "-"]], ids=" ".join)
+def test_full_disk_gives_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    # argparse swallows what an unbuffered write raises
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "hqarray", *arguments]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered)
+    assert result.stderr == b"hqarray: standard output: No space left on device\n"
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(("target", "place"), [("-", "standard output"), ("both.out", "both.out")])
+def test_json_and_html_in_one_place_are_refused(
+    target: str, place: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = fails(capsys, "report", "--json", target, "--html", target)
+    assert line == f"hqarray: --json and --html would both be written to {place}; name another file for one of them\n"
+    assert not list(tmp_path.iterdir())
+
+
 # --- info and version ---------------------------------------------------------------------------
 
 
@@ -297,6 +321,17 @@ def test_engine_matrix_shows_every_pair_and_every_reason(chip: tuple[int, int]) 
 )
 def test_chip_names(text: str, chip: tuple[int, int]) -> None:
     assert info.parse_chip(text) == chip
+
+
+def test_chip_below_the_oldest_is_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(info.parse_chip(arch) for arch in catalogue.ARCHES) == info.OLDEST
+    for chip in ("sm_75", "7.0", "sm_61"):
+        assert "below sm_80, the oldest that hqarray has kernels for" in fails(capsys, "info", "--chip", chip)
+    monkeypatch.setattr(info, "gpus", lambda: ((info.GPU("T4", (7, 5)),), "driver"))
+    lines = list(info.info_lines())
+    assert lines[lines.index("sm_75") + 1 :] == [
+        "  none: below sm_80, the oldest that hqarray has kernels for (sm_75)"
+    ]
 
 
 @pytest.mark.parametrize("chip", ["hopper", "", "sm_", "9", "sm_90x", "sm_9000"])

@@ -1,7 +1,9 @@
 """The report: operands read from files, triples found, and numbers against a plain computation."""
 
 import json
+import math
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -262,6 +264,60 @@ def test_step_is_called_as_often_as_counted() -> None:
     assert len(calls) == count_steps(operands, selection) == 1 * 2 + 2 * 3
 
 
+def with_x(x: np.ndarray) -> Operands:
+    return Operands((Triple("t", Matrix("t.x", "", x), TRIPLE.w, TRIPLE.dy),), (), ())
+
+
+def test_nan_where_a_number_belongs_is_not_left_out_of_the_error() -> None:
+    """One NaN in row 3 makes row 3 of Y64 NaN; MXFP4's block and FP8's dequantized NaN stay in that row of fprop."""
+    x = X.copy()
+    x[3, 4] = np.nan
+    report = study(with_x(x), select(["bf16", "mxfp8", "mxfp4"]))
+    bf16, mxfp8, mxfp4 = report.layers[0].results
+    for result in (bf16, mxfp8):
+        assert all(map(math.isfinite, result.error.values())) and set(result.nan.values()) == {0}
+    # the columnwise block of 32 rows is NaN: column 4 of x and of wgrad alone, which is NaN in Y64 as well
+    assert all(map(math.isfinite, mxfp4.error.values())) and set(mxfp4.nan.values()) == {0}
+    assert all(map(math.isnan, mxfp4.sqnr_db["input"])), "31 finite elements of the block became NaN"
+    assert all(map(math.isfinite, mxfp4.sqnr_db["weight"]))
+
+    def spoil(products: float) -> Report:
+        whole = study(with_x(X), select(["mxfp8"]))
+        (layer,) = whole.layers
+        (result,) = layer.results
+        spoilt = replace(result, error={**result.error, "fprop": products}, nan={**result.nan, "fprop": 0.75})
+        return replace(whole, layers=(replace(layer, results=(spoilt,)),))
+
+    spoilt = spoil(math.nan)
+    values = spoilt.to_dict()["layers"][0]["recipes"]["mxfp8"]
+    assert values["relative_error"]["fprop"] == "nan" and values["nan"] == {"fprop": 0.75, "dgrad": 0, "wgrad": 0}
+    assert spoilt.layers[0].table().rows[0][4] == "nan"
+    assert any(line.startswith("nan: ") for line in spoilt.legend())
+    assert not any(line.startswith("nan: ") for line in spoil(0.5).legend())
+
+
+def test_product_that_is_nan_where_it_should_be_finite_has_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hq.HybridArray.__matmul__
+
+    def spoilt(a: hq.HybridArray, b: hq.HybridArray) -> np.ndarray:
+        product = whole(a, b)
+        product[:, 0] = np.nan
+        return product
+
+    monkeypatch.setattr(hq.HybridArray, "__matmul__", spoilt)
+    (result,) = study(with_x(X), select(["mxfp8"])).layers[0].results
+    assert all(map(math.isnan, result.error.values()))
+    assert result.nan == {"fprop": 1 / 56, "dgrad": 1 / 40, "wgrad": 1 / 40}
+
+
+def test_layer_of_nan_is_not_exact() -> None:
+    report = study(with_x(np.full_like(X, np.nan)), select(["bf16", "mxfp8", "nvfp4"]))
+    for row, result in zip(report.layers[0].table().rows, report.layers[0].results, strict=True):
+        assert row[1] == "nan" and row[4] == row[6] == "nan", row
+        assert math.isfinite(result.error["dgrad"]) and row[5] != "nan"
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
 def test_nan_in_an_operand_is_noted() -> None:
     x = X.copy()
     x[3, 4], x[5, 6] = np.nan, np.inf
@@ -269,6 +325,8 @@ def test_nan_in_an_operand_is_noted() -> None:
     result = study(Operands((triple,), (), ()), select(["fp8", "mxfp4"]))
     assert result.notes == ("t.x holds 2 elements that are NaN or infinite",)
     json.dumps(result.to_dict(), allow_nan=False)
+    x[5, 6] = 0
+    assert study(with_x(x), select(["fp8"])).notes == ("t.x holds 1 element that is NaN or infinite",)
 
 
 # --- rendering ----------------------------------------------------------------------------------
@@ -285,6 +343,46 @@ def test_tables_fit_and_lose_no_digit(width: int, report: Report) -> None:
         start = " ".join(row[1:])
         assert any(" ".join(line.split()).endswith(start) for line in lines), row
     assert sum(line.startswith("mxfp8_forward_nvfp4_") for line in lines) == 1
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 70])
+def test_a_narrow_terminal_shows_whole_numbers(width: int, report: Report) -> None:
+    for table in report.tables():
+        text = table.text(width)
+        assert max(map(len, text.splitlines())) <= width
+        for row in table.rows:
+            for cell in row[1:]:
+                assert cell in text.split(), (row[0], cell)
+        cells = {cell for row in table.rows for cell in row[1:]}
+        body = replace(table, title="").text(width).split()
+        assert {word for word in body if word.replace("/", "").replace(".", "").isdigit()} <= cells, "a number was cut"
+
+
+def test_title_of_a_narrow_table_stays_on_one_line() -> None:
+    layer = replace(study(with_x(X), select(["mxfp8"])).layers[0], dtype="bfloat16")
+    first = layer.table().text(80).splitlines()[0]
+    assert first == "t: x 48 x 40, w 56 x 40, dy 48 x 56, bfloat16"
+
+
+def test_legend_says_what_every_column_means(report: Report) -> None:
+    legend = "\n".join(report.legend())
+    for head in (*report.layers[0].table().head[4:], *report.matrices[0].table().head[1:]):
+        name = head.replace("\n", " ").strip().removesuffix(" %") if head.startswith(tuple(PRODUCTS)) else head.strip()
+        assert name in legend, head
+
+
+def test_nvfp4_clips_by_the_rounding_of_its_scales_at_most() -> None:
+    """The legend's claim: what is clipped is the largest of its block, by no more than E4M3 rounds, 2^-4."""
+    x = np.random.default_rng(5).standard_normal((128, 256)).astype(np.float32)
+    part = hq.quantize(x, rowwise="nvfp4").rowwise
+    assert part is not None and part.global_scale is not None
+    scales = hq.ELEMENTS["e4m3"].values[part.scales].astype(np.float64) * float(part.global_scale[0])
+    beyond = np.abs(x.reshape(128, 16, 16)) / (6 * scales[..., None])
+    clipped = beyond > 1 + 2.0**-20
+    assert clipped.mean() == hq.compare(x, "nvfp4")[0].clipped
+    assert 0.02 < clipped.mean() < 0.05 and beyond.max() <= 1 + 1 / 16
+    exact = np.abs(x.reshape(128, 16, 16)).max(-1) / 6
+    assert (scales < exact)[clipped.any(-1)].all(), "a block clips only where its scale was rounded down"
 
 
 def test_json_holds_every_number(report: Report) -> None:
@@ -338,7 +436,7 @@ def test_html_escapes_names_from_files() -> None:
     text = study(Operands((), (matrix,), (f"skipped {hostile}",)), select(["mxfp8"])).html()
     page = Page(text)
     assert "script" not in page.tags
-    assert (page.tags.count("ul"), page.tags.count("li")) == (1, 2)
+    assert (page.tags.count("ul"), page.tags.count("li")) == (1, 4)
     assert "&lt;script&gt;" in text
 
 
