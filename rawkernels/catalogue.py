@@ -65,6 +65,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     for storage in {format.storage: None for _, format in formats if format.transposable}:
         yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
+    yield from _around_a_gemm(storages)
     for dtype in dtypes:
         for aligned in (True, False):
             main = dtype == "bfloat16" and aligned
@@ -81,6 +82,20 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
+    """What makes operands of parts, and results of sums."""
+    for storage, name in storages.items():
+        for dtype, terms, split in (("bfloat16", 1, False), ("bfloat16", 3, True), ("bfloat16", 3, False),
+                                    ("float32", 1, False)):
+            form = {(1, False): "", (3, True): " split in three", (3, False): " three times"}[terms, split]
+            source = traits.decode_launch(storage, dtype, terms, split).source
+            yield Specialisation(f"decode {name} to {dtype}{form}", source, dtype == "bfloat16" and terms == 1)
+    for out in DTYPES:
+        finish = traits.Finish(out, bias="float32", aux=out, gelu=True, accumulate=True)
+        yield Specialisation(f"finish {out}", traits.finish_launch(finish).source, True)
+    yield Specialisation("tile scales", traits.tile_scales_launch().source, True)
 
 
 def _resources(job: tuple[loader.Source, str]) -> Resources:

@@ -6,6 +6,7 @@
 // in the first run alone, since they would meet the zeros among the others' terms.
 // Generated before this text: as for dequantize.cu, with TRANSPOSED 0, ALIGNED, and Part without the whole matrix's
 // scale; SCALAR (there is one), TERMS, SPLIT.
+#define HQ_NO_ENTRY
 #include "dequantize.cu"
 
 namespace hq {

@@ -151,6 +151,7 @@ HQ_FN void put_pair(u32* words, int pair, float low, float high) {
 
 }  // namespace hq
 
+#ifndef HQ_NO_ENTRY  // decode.cu has its own
 extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::DequantizeArguments a) {
     using namespace hq;
     extern __shared__ __align__(16) u8 stage[];
@@ -215,3 +216,4 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
         }
     }
 }
+#endif
