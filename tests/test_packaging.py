@@ -130,6 +130,17 @@ def test_sdist_holds_every_source_and_builds_the_same_wheel(
     assert wheel_names(build("wheel", unpacked, tmp_path / "wheel")) == wheel_names(wheel)
 
 
+def test_building_a_wheel_warns_of_nothing(tree: Path, tmp_path: Path) -> None:
+    shutil.copytree(tree, tmp_path / "tree", symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "tree")
+    code = "from setuptools import build_meta as b; b.build_wheel('out')"
+    run = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code], cwd=tmp_path / "tree", capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Warning" not in run.stderr and "absent from" not in run.stderr, run.stderr
+
+
 def test_wheel_runs_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
