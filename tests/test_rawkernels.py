@@ -234,9 +234,11 @@ def compiled():
 @needs_compiler
 def test_main_kernels_are_of_every_format(compiled):
     names = {kernel.name for kernel in compiled}
-    for name in NAMES:
+    stored = {}
+    for name, row in FORMATS.items():
+        first = stored.setdefault(row.storage, name)  # formats stored alike are decoded by one kernel
         assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16", f"quantize {name} / {name} bfloat16",
-                f"dequantize {name} rows bfloat16", f"dequantize {name} columns bfloat16"} <= names
+                f"dequantize {first} rows bfloat16", f"dequantize {first} columns bfloat16"} <= names
 
 
 @needs_compiler
