@@ -260,14 +260,14 @@ def make(monkeypatch):
     monkeypatch.setattr(cuda, "_kernel", lambda launch, m, k, device: SimpleNamespace(launch=launch, shape=(m, k)))
     monkeypatch.setattr(cuda_gemm, "_plans", {})
 
-    def make(a, b, m, n, k, chip, dtype=FLOAT32, refuses=lambda library: False, **epilogue):
+    def make(a, b, m, n, k, chip, dtype=FLOAT32, refuses=lambda library: False, out=None, aux=None, **epilogue):
         library.refuses = refuses
         x, y = (_part_at(FORMATS[name], (outer, k)) for name, outer in ((a, m), (b, n)))
         left, right = (gemm.Operand(part, part.format.storage, dtype, part.shape[:1]) for part in (x, y))
         engine = gemm.choose_engine(left.storage, right.storage, chip)
         last = gemm.Epilogue(**epilogue)
-        request = cuda_gemm.Request(None, None, left, right, (m, n), dtype, None, None, last, engine, ())
-        return cuda_gemm._make(request, x, y, None, None, None)
+        request = cuda_gemm.Request(None, None, left, right, (m, n), dtype, out, aux, last, engine, ())
+        return cuda_gemm._make(request, x, y, out, aux, epilogue.get("bias"))
 
     return make
 
@@ -359,6 +359,99 @@ def test_shapes_without_work_ask_for_no_product(make):
     assert make("mxfp8", "mxfp8", 0, 5, 64, (9, 0)).plan is None
     call = make("mxfp8", "mxfp8", 4, 5, 0, (9, 0))
     assert call.plan is None and call.finish is not None
+
+
+# --- what a call launches -------------------------------------------------------------------------
+
+
+class Memory:
+    def __init__(self, pointer):
+        self.ptr, self.device_id = pointer, 0
+
+
+def array_at(pointer, shape, dtype):
+    itemsize = np.dtype(dtype).itemsize
+    return SimpleNamespace(data=Memory(pointer), shape=shape, dtype=np.dtype(dtype), ndim=2,
+                           strides=(shape[1] * itemsize, itemsize), flags=SimpleNamespace(c_contiguous=True))
+
+
+SCRATCH, NEW = 1 << 24, 1 << 26
+
+
+@pytest.fixture
+def launched(make, monkeypatch):
+    """Names and arguments of the launches of a call whose parts lie at 1 << 20."""
+    from hqarray import cuda, cuda_calls
+
+    def run(a, b, m, n, k, chip, dtype=FLOAT32, out=None, aux=None, bias=None, capturing=False, **options):
+        launches = []
+
+        def kernel(launch, m, k, device):
+            def record(fields, *values):
+                assert fields.size == 8 * len(values)
+                launches.append((launch.source.file, values))
+
+            return SimpleNamespace(launch=record)
+
+        monkeypatch.setattr(cuda, "_kernel", kernel)
+        monkeypatch.setattr(cuda_calls, "alloc", lambda nbytes: Memory(SCRATCH))
+        monkeypatch.setattr(cuda_calls, "getDevice", lambda: 0)
+        monkeypatch.setattr(cuda_calls, "get_current_stream", lambda: SimpleNamespace(ptr=9))
+        monkeypatch.setattr(cuda_calls, "streamIsCapturing", lambda stream: capturing)
+        monkeypatch.setattr(cuda_calls, "_constants", lambda device: (500, 504))
+        monkeypatch.setattr(cuda_calls, "_workspaces", {(0, 9, "strided"): Memory(77)})
+        monkeypatch.setattr(cuda_calls, "_captured", kept := [])
+        monkeypatch.setattr(cuda_calls.cupy, "ndarray", lambda shape, dtype: array_at(NEW, shape, dtype))
+        call = make(a, b, m, n, k, chip, dtype, out=out, aux=aux, bias=bias, **options)
+        monkeypatch.setattr(Plan, "run", lambda plan, *arguments: launches.append(("cublaslt", arguments)))
+        parts = [QuantizedArray(FORMATS[name], (outer, k), Packed(Memory(1 << 20), part_layout(FORMATS[name].storage,
+                 (outer, k)), False, False)) for name, outer in ((a, m), (b, n))]
+        result = call(*parts, out, aux, bias)
+        return call, result, launches, kept
+
+    return run
+
+
+def test_a_native_call_is_one_launch_from_the_parts_to_the_result(launched):
+    out = array_at(NEW, (64, 48), np.float32)
+    call, result, launches, kept = launched("fp8_e4m3", "fp8_e5m2", 64, 48, 128, (9, 0), out=out)
+    assert call.is_bare and result is out and not kept
+    scales = [(1 << 20) + side.scales_offset for side in call.sides]
+    assert launches == [("cublaslt", (1 << 20, 1 << 20, NEW, tuple(scales), cublaslt.HOST_SCALARS[0], 0, 77, 9))]
+
+
+def test_an_emulated_call_decodes_both_sides_and_multiplies_what_they_became(launched):
+    bias = array_at(4096, (1, 48), np.float32)
+    call, result, launches, _ = launched("nvfp4", "mxfp8", 64, 48, 128, (9, 0), bias=bias)
+    assert [name for name, _ in launches] == ["decode.cu", "decode.cu", "cublaslt"] and result.data.ptr == NEW
+    left, right = (side.work for side in call.sides)
+    alpha, scalar = SCRATCH + call.alpha, (1 << 20) + call.sides[0].scalar_offset
+    first, second = launches[0][1], launches[1][1]
+    assert first[4:8] == (scalar, 0, alpha, SCRATCH + left.target)
+    assert second[4:8] == (0, scalar, 0, SCRATCH + right.target)
+    assert launches[2][1][:3] == (SCRATCH + left.target, SCRATCH + right.target, NEW)
+    assert launches[2][1][4:6] == ((alpha, 500), 4096)  # beta is zero
+    ends = [left.target + 64 * left.row_bytes, right.target + 48 * right.row_bytes]
+    assert ends[0] <= right.target and ends[1] <= call.alpha < call.scratch_bytes
+
+
+def test_what_cublaslt_does_not_do_is_finished_from_a_float32_sum(launched):
+    out, aux = array_at(NEW, (33, 50), BFLOAT16), array_at(1 << 27, (33, 50), np.float32)
+    call, result, launches, kept = launched("mxfp8", "mxfp8", 33, 50, 77, (9, 0), BFLOAT16, out=out, aux=aux,
+                                            bias=array_at(4096, (1, 50), np.float16), activation="gelu", capturing=True)
+    assert [name for name, _ in launches] == ["decode.cu", "decode.cu", "cublaslt", "finish.cu"] and result is out
+    sums = SCRATCH + call.finish.sum
+    assert launches[2][1][2] == sums and launches[2][1][5] == 0  # the bias is added later
+    assert launches[3][1] == (sums, 56, 4096, NEW, 100, 1 << 27, 200, 33, 50)
+    assert kept[0].ptr == SCRATCH  # a captured graph will write there again
+
+
+def test_accumulation_into_a_result_of_any_shape(launched):
+    for shape, names, beta in (((64, 48), ["cublaslt"], 1), ((64, 50), ["cublaslt", "finish.cu"], 0)):
+        out = array_at(NEW, shape, np.float32)
+        _, _, launches, _ = launched("fp8_e4m3", "fp8_e4m3", *shape, 128, (9, 0), out=out, accumulate=True)
+        assert [name for name, _ in launches] == names
+        assert launches[0][1][4] == cublaslt.HOST_SCALARS[beta]
 
 
 # --- choice by name -------------------------------------------------------------------------------
