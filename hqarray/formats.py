@@ -281,7 +281,8 @@ def _elements(*bits: int) -> list[str]:
 
 
 def _check_reciprocal(format: FP8 | FP8Block) -> None:
-    kind, epsilon = type(format).__name__, format.epsilon
+    kind = type(format).__name__
+    epsilon: Any = format.epsilon
     _check(kind, "pow2", format.pow2, (False, True))
     if not isinstance(epsilon, Real) or isinstance(epsilon, bool):
         raise TypeError(f"{kind}: epsilon={epsilon!r} is {type(epsilon).__name__}; give a number, such as 1e-6")
