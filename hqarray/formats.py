@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
@@ -284,7 +283,7 @@ def _check_reciprocal(format: FP8 | FP8Block) -> None:
     kind = type(format).__name__
     epsilon: Any = format.epsilon
     _check(kind, "pow2", format.pow2, (False, True))
-    if not isinstance(epsilon, Real) or isinstance(epsilon, bool):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, np.integer, np.floating)):
         raise TypeError(f"{kind}: epsilon={epsilon!r} is {type(epsilon).__name__}; give a number, such as 1e-6")
     if not 0 <= epsilon <= ELEMENTS["float32"].max:
         raise ValueError(f"{kind}: epsilon={epsilon!r} must be finite in float32 and not negative")
