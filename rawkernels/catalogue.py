@@ -31,6 +31,7 @@ _ONE_REGISTER = Spill(4, "one address, saved once in a thread; sm_120 has not be
 
 ALLOWED_SPILLS: dict[tuple[str, str], Spill] = {
     ("quantize nvfp4_16x16 / nvfp4_16x16 bfloat16", "sm_90a"): _HELD,
+    ("quantize nvfp4 / nvfp4 bfloat16", "sm_100a"): Spill(16, "addresses, saved once; sm_100 has not been measured"),
     ("quantize fp8_block_128x128 / fp8_block_128x128 bfloat16", "sm_120a"): _ONE_REGISTER,
     ("quantize fp8_block_128x128_pow2 / fp8_block_128x128_pow2 bfloat16", "sm_120a"): _ONE_REGISTER,
     ("quantize mxfp4 / - bfloat16", "sm_120a"): _ONE_REGISTER,

@@ -167,7 +167,7 @@ def test_buffers_in_another_byte_order_are_refused():
 
 
 def test_options_of_numpys_matmul_are_refused():
-    with pytest.raises(TypeError, match="matmul of quantized arrays takes no dtype; hqarray.matmul has options"):
+    with pytest.raises(TypeError, match="matmul of quantized arrays takes no dtype;"):
         np.matmul(hybrid(), np.ones((48, 2), np.float32), dtype=np.float64)
 
 
