@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -148,6 +149,9 @@ class QuantizedArray:
         return _html_table("QuantizedArray", [("shape", str(self.shape)), *_part_rows("part", self)])
 
 
+_PART = (QuantizedArray, NoneType)
+
+
 def zeros_part(
     format: Format, shape: tuple[int, int], module: Any = np, *, has_amax: bool | None = None
 ) -> QuantizedArray:
@@ -211,11 +215,10 @@ class HybridArray:
         rows, columns = self.rowwise, self.columnwise
         if rows is None and columns is None:
             raise ValueError("a HybridArray holds at least one part; pass rowwise= or columnwise=")
-        for name, part in zip(DIRECTIONS, (rows, columns), strict=True):
-            if part is not None and not isinstance(part, QuantizedArray):
-                raise TypeError(
-                    f"{name} is a QuantizedArray, not {type(part).__name__}; quantize(x, {name}=...) makes one"
-                )
+        given: tuple[Any, Any] = (rows, columns)
+        if not (isinstance(given[0], _PART) and isinstance(given[1], _PART)):
+            name, part = next((n, p) for n, p in zip(DIRECTIONS, given, strict=True) if not isinstance(p, _PART))
+            raise TypeError(f"{name} is a QuantizedArray, not {type(part).__name__}; quantize(x, {name}=...) makes one")
         if rows is not None and columns is not None and rows.ordinal != columns.ordinal:
             places = f"rowwise on {_device(rows.device)} and columnwise on {_device(columns.device)}"
             raise ValueError(f"both parts of a HybridArray lie on one device, not {places}; move one")
