@@ -116,7 +116,7 @@ def _readable(values: Array) -> tuple[Array, bool]:
     dtype, strides = values.dtype, values.strides
     size = dtype.itemsize
     if size == 8:
-        return cupy.ascontiguousarray(values, np.float32), False  # astype would keep a transposed order
+        return _narrowed(values), False
     if strides[1] == size or values.shape[1] <= 1:
         return values, False
     if strides[0] == size:

@@ -336,6 +336,7 @@ def _attempts(
         pitch
         and epilogue.activation is None  # cuBLASLt's gelu is off by more than bf16 rounds
         and aux is None
+        and not (epilogue.accumulate and dtype.itemsize < 4 and not base.is_scaled)  # it rounds the product first
         and (bias is None or (bias.dtype == dtype and bias.data.ptr % 16 == 0))
     ):
         yield base.product(m, n, dtype.name, pitch, _name(bias)), True

@@ -140,6 +140,59 @@ HQ_FN void store_values(char* target, const u32* words, int columns) {
     }
 }
 
+// Bytes low to high of 16, at an address on 16, in as few pieces as their alignment allows.
+HQ_FN void store_bytes(char* target, const u32 (&words)[4], int low, int high) {
+    const auto holds = [&](int from, int size) { return low <= from && from + size <= high; };
+    if (holds(0, 16)) {
+        *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+        return;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (holds(8 * h, 8)) {
+            *reinterpret_cast<uint2*>(target + 8 * h) = make_uint2(words[2 * h], words[2 * h + 1]);
+            continue;
+        }
+#pragma unroll
+        for (int w = 2 * h; w < 2 * h + 2; ++w) {
+            if (holds(4 * w, 4)) *reinterpret_cast<u32*>(target + 4 * w) = words[w];
+            else if (Output::size == 2) {
+                if (holds(4 * w, 2)) *reinterpret_cast<u16*>(target + 4 * w) = u16(words[w]);
+                if (holds(4 * w + 2, 2)) *reinterpret_cast<u16*>(target + 4 * w + 2) = u16(words[w] >> 16);
+            }
+        }
+    }
+}
+
+// Values of a row that starts on any element: 16 bytes on 16, the end of the neighbour's with the start of one's own.
+// For whole warps, even where nothing is stored. columns: how many of the row's elements exist from this lane's on,
+// counted up to 16.
+HQ_FN void store_shifted(char* target, const u32* words, int lane, int columns, bool stored) {
+    constexpr int vectors = Output::size / 2;
+    const int shift = int(reinterpret_cast<u64>(target) & 15), end = shift + (columns < 8 ? columns : 8) * Output::size;
+    const bool follows = lane + 1 < LANES_ACROSS && columns > 8;  // the neighbour stores what both share
+#pragma unroll
+    for (int v = 0; v <= vectors; ++v) {
+        u32 all[8], four[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            all[w] = v ? words[4 * v - 4 + w] : __shfl_up_sync(~0u, words[4 * vectors - 4 + w], 1);
+            all[4 + w] = v < vectors ? words[4 * v + w] : 0;
+        }
+        const int low = v == 0 && lane == 0 ? shift : 0, high = end - 16 * v < 16 ? end - 16 * v : 16;
+        if (!stored || columns <= 0 || high <= low || (v == vectors && follows)) continue;
+        if (shift) slice<Output::size>(all, 16 - shift, four);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) four[w] = shift ? four[w] : words[v < vectors ? 4 * v + w : 0];
+        store_bytes(target + 16 * v - shift, four, low, high);
+    }
+}
+
+HQ_FN void store_row(char* target, const u32* words, int lane, int columns, bool stored) {
+    if (!ALIGNED) store_shifted(target, words, lane, columns, stored);
+    else if (stored) store_values(target, words, columns);
+}
+
 // Two neighbours of a row of Y to its words.
 template <class Out>
 HQ_FN void put_pair(u32* words, int pair, float low, float high) {
@@ -159,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
     Place p;
     if (!locate(p, a.m, a.k, false)) return;
     const float global_scale = Part::global_scale ? *a.global_scale : 1.0f;
-    const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 8);
+    const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 16);
+    const bool exists = rows > 0 && columns > 0;
     char* target = a.values + p.row0 * a.row_bytes + p.column0 * Output::size;
     alignas(16) u32 codes[8][WORDS];
     float scale[8];
@@ -174,9 +228,9 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
             if (line < lines && first + byte < a.pitch)
                 *reinterpret_cast<uint4*>(stage + staged(line, byte, LINE_BYTES)) = __ldg(reinterpret_cast<const uint4*>(source + line * a.pitch + byte));
         }
-        if (rows > 0 && columns > 0) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+        if (exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
         __syncthreads();
-        if (rows <= 0 || columns <= 0) return;
+        if (ALIGNED && !exists) return;
         u32 words[8][Output::size * 2];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -193,17 +247,17 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-            if (r < rows) store_values(target + r * a.row_bytes, words[r], columns);
+            store_row(target + r * a.row_bytes, words[r], p.tx, columns, r < rows);
     } else {
-        if (rows <= 0 || columns <= 0) return;
+        if (ALIGNED && !exists) return;
         const u8* source = a.codes + p.row0 * a.pitch + p.column0 * WORDS / 2;
 #pragma unroll
         for (int r = 0; r < 8; ++r) {  // rows up to a multiple of 16 are there
 #pragma unroll
             for (int w = 0; w < WORDS; w += PIECE)
-                if (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
+                if ((ALIGNED || exists) && (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch)) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
         }
-        load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+        if (ALIGNED || exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
             const DecodedLine<Part> line(codes[r]);
@@ -212,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
             for (int pair = 0; pair < 4; ++pair)
                 put_pair<Output>(words, pair, scaled<Part>(line.value(2 * pair), scale[r], global_scale),
                                  scaled<Part>(line.value(2 * pair + 1), scale[r], global_scale));
-            if (r < rows) store_values(target + r * a.row_bytes, words, columns);
+            store_row(target + r * a.row_bytes, words, p.tx, columns, r < rows);
         }
     }
 }

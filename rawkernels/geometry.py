@@ -68,7 +68,9 @@ def min_blocks(dtype: str, aligned: bool, shared_bytes: int) -> int:
     4 (64 registers) where the patch is packed; 2 (128) for float32, whose patch alone takes 64, and where rows are
     not aligned. Shared memory beyond about 160 KiB in use takes L1 lines from the loads.
     """
-    return 2 if dtype == "float32" or not aligned or shared_bytes > 24 << 10 else 4
+    if dtype == "float32" or shared_bytes > 24 << 10:
+        return 2
+    return 4 if aligned else 3
 
 
 def dequantize_min_blocks(storage: Storage, dtype: str, transposed: bool, shared_bytes: int) -> int:

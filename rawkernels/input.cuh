@@ -104,6 +104,18 @@ struct Lines {
     HQ_FN u32 at(int i) const { return bits_of(signed_at(i)) & 0x7FFFFFFFu; }
 };
 
+// Words of `all` from a byte on (0 to 15, a multiple of SIZE); all is overwritten.
+template <int SIZE, int IN, int OUT>
+HQ_FN void slice(u32 (&all)[IN], u32 byte, u32 (&words)[OUT]) {
+    static_assert(IN >= OUT + 4, "a slice may begin in any of the first 16 bytes");
+#pragma unroll
+    for (int w = 0; w < OUT + 2; ++w) all[w] = byte & 8 ? all[w + 2] : all[w];
+#pragma unroll
+    for (int w = 0; w < OUT + 1; ++w) all[w] = byte & 4 ? all[w + 1] : all[w];
+#pragma unroll
+    for (int w = 0; w < OUT; ++w) words[w] = SIZE == 4 ? all[w] : __funnelshift_r(all[w], all[w + 1], (byte & 3) * 8);
+}
+
 template <class In>
 struct Patch {
     static constexpr int words = In::size * 2;  // 32-bit words in a row of 8
@@ -121,10 +133,11 @@ struct Patch {
         return at(row, column);
     }
 
-    // rows: how many of the 8 exist; columns: likewise. What does not exist is zero.
+    // rows: how many of the 8 exist; columns: likewise, counted up to 16. What does not exist is zero.
     // ALIGNED: every row starts on 16 bytes. Otherwise rows start anywhere on an element.
     template <bool ALIGNED>
     HQ_FN void load(const char* first, i64 row_bytes, int rows, int columns) {
+        if (!ALIGNED && rows > 0 && columns >= 16) return load_shifted(first, row_bytes, rows);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const char* source = first + i * row_bytes;
@@ -132,7 +145,6 @@ struct Patch {
             for (int w = 0; w < words; ++w) word[i][w] = 0;
             if (i >= rows || columns <= 0) continue;
             if (ALIGNED && columns >= 8) load_row(i, source);
-            else if (!ALIGNED && In::size == 2 && columns >= 16) load_shifted(word[i], source);
             else load_elements(word[i], source, columns);
         }
     }
@@ -147,19 +159,28 @@ struct Patch {
     }
 
   private:
-    // 16 bytes at any even address: the two aligned vectors around them, shifted. Needs 16 readable bytes after.
-    static HQ_FN void load_shifted(u32* target, const char* source) {
-        const u64 address = reinterpret_cast<u64>(source);
-        const uint4* vectors = reinterpret_cast<const uint4*>(address & ~15ull);
-        const u32 shift = u32(address) & 15;
-        const uint4 a = __ldg(vectors), b = shift ? __ldg(vectors + 1) : a;
-        u32 all[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    // The aligned vectors around each row, all under way before the first is shifted. Needs 16 readable bytes after.
+    HQ_FN void load_shifted(const char* first, i64 row_bytes, int rows) {
+        constexpr int vectors = words / 4 + 1;
+        uint4 loaded[8][vectors];
 #pragma unroll
-        for (int w = 0; w < 6; ++w) all[w] = shift & 8 ? all[w + 2] : all[w];
+        for (int i = 0; i < 8; ++i) {
+            const u64 address = reinterpret_cast<u64>(first + (i < rows ? i : rows - 1) * row_bytes);
 #pragma unroll
-        for (int w = 0; w < 5; ++w) all[w] = shift & 4 ? all[w + 1] : all[w];
+            for (int v = 0; v < vectors; ++v) loaded[i][v] = __ldg(reinterpret_cast<const uint4*>(address & ~15ull) + v);
+        }
 #pragma unroll
-        for (int w = 0; w < 4; ++w) target[w] = __funnelshift_r(all[w], all[w + 1], (shift & 3) * 8);
+        for (int i = 0; i < 8; ++i) {
+            u32 all[4 * vectors];
+#pragma unroll
+            for (int v = 0; v < vectors; ++v) {
+                all[4 * v] = loaded[i][v].x; all[4 * v + 1] = loaded[i][v].y;
+                all[4 * v + 2] = loaded[i][v].z; all[4 * v + 3] = loaded[i][v].w;
+            }
+            slice<In::size>(all, (u32(reinterpret_cast<u64>(first)) + i * u32(row_bytes)) & 15, word[i]);
+#pragma unroll
+            for (int w = 0; w < words; ++w) word[i][w] = i < rows ? word[i][w] : 0;
+        }
     }
     static HQ_FN void load_elements(u32* target, const char* source, int columns) {
         const auto* elements = reinterpret_cast<const typename In::type*>(source);
