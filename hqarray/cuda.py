@@ -20,9 +20,9 @@ from cupy.cuda import alloc, get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
 from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
 
-from .arrays import Direction, QuantizedArray
+from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
-from .formats import Format, Storage
+from .formats import Format
 from .layout import Array, PartLayout, part_layout
 from .rawkernels import geometry, loader, traits
 
@@ -39,28 +39,25 @@ MOST_PLANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel on one device, with its grid."""
+    """A compiled kernel on one device; leading are launchKernel's function, grid, block and shared bytes."""
 
     raw: Any
-    pointer: int
-    grid: tuple[int, int, int]
-    shared_bytes: int
+    leading: tuple[int, ...]
 
-    def launch(self, arguments: struct.Struct, *values: int) -> None:
-        """One launch on the current stream; the kernel's one argument is copied before this returns."""
-        local = _local
-        arguments.pack_into(local.buffer, 0, *values)
-        launchKernel(self.pointer, *self.grid, geometry.THREADS, 1, 1, self.shared_bytes, get_current_stream().ptr,
-                     local.pointer, 0)
+    def launch(self, stream: int, arguments: struct.Struct, *values: int) -> None:
+        """One launch; the kernel's one argument is copied before this returns."""
+        buffer, pointer = _local.argument
+        arguments.pack_into(buffer, 0, *values)
+        launchKernel(*self.leading, stream, pointer, 0)
 
 
 class _Local(threading.local):
     """This thread's copy of a kernel's argument, and the array of one pointer that the driver reads."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(512)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.pointer = ctypes.addressof(self.pointers)
+        buffer = ctypes.create_string_buffer(512)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.argument = buffer, ctypes.addressof(self.pointers)
 
 
 _local = _Local()
@@ -90,7 +87,12 @@ def _raw_kernel(source: loader.Source, shared_bytes: int, device: int) -> Any:
 
 def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
     raw = _raw_kernel(launch.source, launch.shared_bytes, device)
-    return Kernel(raw, raw.kernel.ptr, geometry.grid(launch.tile, m, k), launch.shared_bytes)
+    return Kernel(raw, (raw.kernel.ptr, *geometry.grid(launch.tile, m, k), geometry.THREADS, 1, 1, launch.shared_bytes))
+
+
+def stream_of(device: int) -> int:
+    """The current stream of a device."""
+    return get_current_stream(device).ptr  # type: ignore[no-any-return]
 
 
 # --- arrays -------------------------------------------------------------------------------------
@@ -107,21 +109,65 @@ def _narrowed(values: Array) -> Array:
     narrow = cupy.ndarray(values.shape, FLOAT32)
     if values.size:
         kernel = _kernel(traits.narrow_launch(), 1, values.size, values.data.device_id)
-        kernel.launch(_NARROW, values.data.ptr, narrow.data.ptr, values.size)
+        kernel.launch(stream_of(values.data.device_id), _NARROW, values.data.ptr, narrow.data.ptr, values.size)
     return narrow
+
+
+def _turns(values: Array) -> bool | None:
+    """Whether X.T is what is read of a matrix X; None where neither has rows in one piece."""
+    size, strides = values.dtype.itemsize, values.strides
+    if strides[1] == size or values.shape[1] <= 1:
+        return False
+    return True if strides[0] == size else None
 
 
 def _readable(values: Array) -> tuple[Array, bool]:
     """The matrix with one contiguous axis, and whether it is turned: X.T is read instead of X."""
-    dtype, strides = values.dtype, values.strides
-    size = dtype.itemsize
-    if size == 8:
+    if values.dtype.itemsize == 8:
         return _narrowed(values), False
-    if strides[1] == size or values.shape[1] <= 1:
-        return values, False
-    if strides[0] == size:
-        return values.T, True
-    return cupy.ascontiguousarray(values), False
+    turned = _turns(values)
+    if turned is None:
+        return cupy.ascontiguousarray(values), False
+    return (values.T, True) if turned else (values, False)
+
+
+# A frozen dataclass's own constructor takes twice as long, HybridArray's with its checks five times.
+_new = object.__new__
+_set_packed = tuple(getattr(Packed, name).__set__ for name in Packed.__slots__)
+_set_part = tuple(getattr(QuantizedArray, name).__set__ for name in QuantizedArray.__slots__)
+_set_hybrid = tuple(getattr(HybridArray, name).__set__ for name in HybridArray.__slots__)
+
+
+def _packed_part(
+    format: Format, shape: tuple[int, int], memory: Any, layout: PartLayout, has_amax: bool
+) -> QuantizedArray:
+    """QuantizedArray(format, shape, Packed(memory, layout, layout.has_global_scale, has_amax))."""
+    buffers = _new(Packed)
+    set_memory, set_layout, set_has_global_scale, set_has_amax = _set_packed
+    set_memory(buffers, memory)
+    set_layout(buffers, layout)
+    set_has_global_scale(buffers, layout.has_global_scale)
+    set_has_amax(buffers, has_amax)
+    part = _new(QuantizedArray)
+    set_format, set_shape, set_buffers = _set_part
+    set_format(part, format)
+    set_shape(part, shape)
+    set_buffers(part, buffers)
+    return part
+
+
+def _hybrid(
+    rows: QuantizedArray | None, columns: QuantizedArray | None, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> HybridArray:
+    """HybridArray(rows, columns, shape, dtype) of parts that are known to fit."""
+    array = _new(HybridArray)
+    set_rows, set_columns, set_shape, set_dtype, set_derived = _set_hybrid
+    set_rows(array, rows)
+    set_columns(array, columns)
+    set_shape(array, shape)
+    set_dtype(array, dtype)
+    set_derived(array, None)
+    return array
 
 
 # --- quantize -----------------------------------------------------------------------------------
@@ -142,31 +188,68 @@ class _Part:
         layout = part_layout(format.storage, shape)
         return _Part(format, shape, layout, layout.codes.pitch * layout.codes.itemsize // 16, format.measures_amax)
 
-    def empty(self, has_amax: bool) -> QuantizedArray:
+    def empty(self) -> QuantizedArray:
         """A part in one allocation whose bytes are all written by the kernel that makes it."""
         layout = self.layout
-        memory = alloc(layout.nbytes)
-        return QuantizedArray(self.format, self.shape, Packed(memory, layout, layout.has_global_scale, has_amax))
+        return _packed_part(self.format, self.shape, alloc(layout.nbytes), layout, self.has_amax)
+
+    def output(self, buffers: Packed) -> tuple[int, int, int, int, int, int]:
+        """`Output` of quantize.cu."""
+        layout, base = self.layout, buffers.memory.ptr
+        return (base, self.pitch16, base + layout.scales_offset, layout.scales_shape[1],
+                base + layout.global_scale_offset, base + layout.amax_offset if buffers.has_amax else 0)
+
+
+_NO_OUTPUT = (0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Kernels of one call of quantize."""
+    """One call of quantize but for its pointers; the matrix (m, k) may be X.T."""
 
+    device: int
+    m: int
+    k: int
+    row_bytes: int
     kernel: Kernel
     amax: Kernel | None
     rows: _Part | None
     columns: _Part | None
 
+    def launch(
+        self, pointer: int, rows: QuantizedArray | None, columns: QuantizedArray | None, whole: Array | None = None,
+        noop: Array | None = None,
+    ) -> None:
+        """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_parts."""
+        stream, m, k, row_bytes = stream_of(self.device), self.m, self.k, self.row_bytes
+        flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
+        if self.amax is not None:
+            if whole is not None:
+                whole_pointer = whole.data.ptr
+            else:
+                part = rows if self.rows is not None and self.rows.has_amax else columns
+                buffers = part.buffers  # type: ignore[union-attr]
+                whole_pointer = buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr]
+                memsetAsync(whole_pointer, 0, 4, stream)
+                self.amax.launch(stream, _AMAX, pointer, row_bytes, m, k, whole_pointer, flag)
+                measured = 1
+        self.kernel.launch(
+            stream, _QUANTIZE, pointer, row_bytes, m, k, whole_pointer, flag,
+            *(_NO_OUTPUT if rows is None else self.rows.output(rows.buffers)),  # type: ignore[union-attr, arg-type]
+            *(_NO_OUTPUT if columns is None else self.columns.output(columns.buffers)),  # type: ignore
+            measured,
+        )
 
-Key: TypeAlias = tuple[Format | None, Format | None, tuple[int, ...], str, bool, int]
+
+Key: TypeAlias = tuple[Any, ...]
 _plans: dict[Key, _Plan] = {}
 
 
-def _plan(row: Format | None, column: Format | None, values: Array, aligned: bool) -> _Plan:
-    """The plan of a call."""
-    device = values.data.device_id
-    key = (row, column, values.shape, values.dtype.char, aligned, device)
+def _plan(row: Format | None, column: Format | None, values: Array) -> _Plan:
+    """The plan of a call whose values have rows in one piece."""
+    device, row_bytes = values.data.device_id, values.strides[0]
+    aligned = (values.data.ptr | row_bytes) % 16 == 0
+    key = (row, column, values.shape, row_bytes, values.dtype, aligned, device)
     plan = _plans.get(key)
     if plan is None:
         (m, k), dtype = values.shape, values.dtype.name
@@ -177,8 +260,49 @@ def _plan(row: Format | None, column: Format | None, values: Array, aligned: boo
             _plans.clear()
         rows = None if row is None else _Part.of(row, (m, k))
         columns = None if column is None else _Part.of(column, (k, m))
-        plan = _plans[key] = _Plan(kernel, amax_kernel, rows, columns)
+        plan = _plans[key] = _Plan(device, m, k, row_bytes, kernel, amax_kernel, rows, columns)
     return plan
+
+
+_warm: dict[Key, tuple[_Plan, bool, tuple[int, ...], np.dtype[Any]]] = {}
+
+
+def _warm_key(values: Array, rowwise: Format | str | None, columnwise: Format | str | None) -> Key:
+    memory = values.data
+    return rowwise, columnwise, values.shape, values.strides, values.dtype, memory.ptr & 15, memory.device_id
+
+
+def warm(values: Array, rowwise: Format | str | None, columnwise: Format | str | None) -> HybridArray | None:
+    """ops.quantize(values, rowwise=rowwise, columnwise=columnwise) if an equal call was kept; else None."""
+    try:
+        kept = _warm.get(_warm_key(values, rowwise, columnwise))
+    except (TypeError, AttributeError):  # no hashable format, or no array: the checks will say so
+        return None
+    if kept is None:
+        return None
+    plan, turned, shape, dtype = kept
+    if plan.device != getDevice():
+        with values.device:
+            return warm(values, rowwise, columnwise)
+    rows = None if plan.rows is None else plan.rows.empty()
+    columns = None if plan.columns is None else plan.columns.empty()
+    plan.launch(values.data.ptr, rows, columns)
+    return _hybrid(columns, rows, shape, dtype) if turned else _hybrid(rows, columns, shape, dtype)
+
+
+def keep_warm(
+    values: Array, rowwise: Format | str | None, columnwise: Format | str | None, matrix: Array, array: HybridArray
+) -> None:
+    """Keep the plan by which values, as a matrix, became an array, for `warm`; not where they were copied first."""
+    turned = None if matrix.dtype.itemsize == 8 else _turns(matrix)
+    if turned is None or (values is not matrix and not values.flags.c_contiguous):
+        return
+    parts = (array.columnwise, array.rowwise) if turned else (array.rowwise, array.columnwise)
+    row, column = (None if part is None else part.format for part in parts)
+    if len(_warm) >= MOST_PLANS:
+        _warm.clear()
+    plan = _plan(row, column, matrix.T if turned else matrix)
+    _warm[_warm_key(values, rowwise, columnwise)] = plan, turned, array.shape, array.dtype
 
 
 def quantize_parts(
@@ -195,10 +319,10 @@ def quantize_parts(
     values, turned = _readable(values)
     if turned:
         row, column = column, row
-    plan = _plan(row, column, values, _is_aligned(values))
-    rows = None if plan.rows is None else plan.rows.empty(plan.rows.has_amax)
-    columns = None if plan.columns is None else plan.columns.empty(plan.columns.has_amax)
-    _launch(plan, values, rows, columns, whole, None)
+    plan = _plan(row, column, values)
+    rows = None if plan.rows is None else plan.rows.empty()
+    columns = None if plan.columns is None else plan.columns.empty()
+    plan.launch(values.data.ptr, rows, columns, whole)
     return (columns, rows) if turned else (rows, columns)
 
 
@@ -218,15 +342,10 @@ def requantize_parts(
         parts = (columns, rows) if turned else (rows, columns)
         own = [None if part is None else part.packed() for part in parts]
         row, column = (None if part is None else part.format for part in parts)
-        _launch(_plan(row, column, values, _is_aligned(values)), values, own[0], own[1], whole, noop)
+        _plan(row, column, values).launch(values.data.ptr, own[0], own[1], whole, noop)
         for part, written in zip(parts, own, strict=True):
             if part is not None and written is not part:
                 _copy_into(part, written)
-
-
-def _is_aligned(values: Array) -> bool:
-    both: int = values.data.ptr | values.strides[0]
-    return both % 16 == 0
 
 
 def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:
@@ -239,51 +358,16 @@ def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:
             target[...] = new
 
 
-_NO_OUTPUT = (0, 0, 0, 0, 0, 0)
-
-
-def _output(plan: _Part | None, part: QuantizedArray | None) -> tuple[int, int, int, int, int, int]:
-    """`Output` of quantize.cu."""
-    if plan is None or part is None:
-        return _NO_OUTPUT
-    layout, base = plan.layout, part.buffers.memory.ptr  # type: ignore[union-attr]
-    amax_pointer = base + layout.amax_offset if part.buffers.has_amax else 0  # type: ignore[union-attr]
-    return (base, plan.pitch16, base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset,
-            amax_pointer)
-
-
-def _launch(
-    plan: _Plan, values: Array, rows: QuantizedArray | None, columns: QuantizedArray | None, whole: Array | None,
-    noop: Array | None,
-) -> None:
-    m, k = values.shape
-    pointer, row_bytes = values.data.ptr, values.strides[0]
-    flag = 0 if noop is None else noop.data.ptr
-    whole_pointer, measured = 0, 0
-    if plan.amax is not None:
-        if whole is not None:
-            whole_pointer = whole.data.ptr
-        else:
-            part = rows if rows is not None and rows.format.measures_amax else columns
-            buffers = part.buffers  # type: ignore[union-attr]
-            whole_pointer = buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr]
-            memsetAsync(whole_pointer, 0, 4, get_current_stream().ptr)
-            plan.amax.launch(_AMAX, pointer, row_bytes, m, k, whole_pointer, flag)
-            measured = 1
-    plan.kernel.launch(_QUANTIZE, pointer, row_bytes, m, k, whole_pointer, flag, *_output(plan.rows, rows),
-                       *_output(plan.columns, columns), measured)
-
-
 def amax(values: Array) -> Array:
     """See reference.amax."""
     with _on_device_of(values.data):
         whole = cupy.empty(1, np.float32)
         values, _ = _readable(values)
-        memsetAsync(whole.data.ptr, 0, 4, get_current_stream().ptr)
-        m, k = values.shape
-        launch = traits.amax_launch(values.dtype.name, _is_aligned(values))
-        kernel = _kernel(launch, m, k, values.data.device_id)
-        kernel.launch(_AMAX, values.data.ptr, values.strides[0], m, k, whole.data.ptr, 0)
+        pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
+        (m, k), stream = values.shape, stream_of(device)
+        memsetAsync(whole.data.ptr, 0, 4, stream)
+        kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0)
     return whole
 
 
@@ -291,42 +375,50 @@ def amax(values: Array) -> Array:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _dequantize_kernel(
-    storage: Storage, shape: tuple[int, int], dtype: str, transposed: bool, device: int
+    format: Format, shape: tuple[int, int], dtype: np.dtype[Any], transposed: bool, device: int
 ) -> Kernel:
-    aligned = shape[1] * np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize % 16 == 0
-    return _kernel(traits.dequantize_launch(storage, dtype, transposed, aligned), *shape, device)
+    """By format and dtype: a storage takes a microsecond to make, the name of a dtype seven."""
+    aligned = shape[1] * dtype.itemsize % 16 == 0
+    return _kernel(traits.dequantize_launch(format.storage, dtype.name, transposed, aligned), *shape, device)
 
 
 def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], *, transposed: bool = False) -> Array:
     """See reference.dequantize_part."""
     buffers = part.packed().buffers
     assert isinstance(buffers, Packed)
-    layout, base = buffers.layout, buffers.memory.ptr
+    layout, memory = buffers.layout, buffers.memory
+    base, device = memory.ptr, memory.device_id
+    if device != getDevice():
+        with memory.device:
+            return dequantize_part(part, dtype, transposed=transposed)
     shape = part.shape[::-1] if transposed else part.shape
-    with _on_device_of(buffers.memory):
-        values = cupy.ndarray(shape, dtype)
-        if values.size:
-            kernel = _dequantize_kernel(part.format.storage, shape, dtype.name, transposed, buffers.memory.device_id)
-            kernel.launch(
-                _DEQUANTIZE, base, layout.codes.pitch * layout.codes.itemsize, base + layout.scales_offset,
-                layout.scales_shape[1], base + layout.global_scale_offset, values.data.ptr, values.strides[0], *shape,
-            )
+    values = cupy.ndarray(shape, dtype)
+    if values.size:
+        kernel = _dequantize_kernel(part.format, shape, dtype, transposed, device)
+        kernel.launch(
+            stream_of(device), _DEQUANTIZE, base, layout.codes.pitch * layout.codes.itemsize,
+            base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset, values.data.ptr,
+            values.strides[0], *shape,
+        )
     return values
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _transpose_kernel(storage: Storage, shape: tuple[int, int], device: int) -> Kernel:
-    return _kernel(traits.transpose_launch(storage), *shape, device)
+def _transpose_plan(format: Format, shape: tuple[int, int], device: int) -> tuple[Kernel, _Part, _Part]:
+    """The kernel that moves codes of a part, what the part is made of, and what the other one is."""
+    kernel = _kernel(traits.transpose_launch(format.storage), *shape, device)
+    return kernel, _Part.of(format, shape), _Part.of(format, shape[::-1])
 
 
 def transpose_part(part: QuantizedArray) -> QuantizedArray:
     """See reference.transpose_part."""
     assert part.format.transposable
-    part = part.packed()
-    outer, k = part.shape
-    with _on_device_of(part.buffers.memory):  # type: ignore[union-attr]
-        plans = _Part.of(part.format, (outer, k)), _Part.of(part.format, (k, outer))
-        turned = plans[1].empty(has_amax=part.amax is not None)
-        kernel = _transpose_kernel(part.format.storage, (outer, k), part.buffers.memory.device_id)  # type: ignore
-        kernel.launch(_TRANSPOSE, *_output(plans[0], part), *_output(plans[1], turned), outer, k)
-    return turned
+    buffers = part.packed().buffers
+    assert isinstance(buffers, Packed)
+    device = buffers.memory.device_id
+    with _on_device_of(buffers.memory):
+        kernel, source, target = _transpose_plan(part.format, part.shape, device)
+        layout = target.layout
+        turned = Packed(alloc(layout.nbytes), layout, layout.has_global_scale, buffers.has_amax)
+        kernel.launch(stream_of(device), _TRANSPOSE, *source.output(buffers), *target.output(turned), *part.shape)
+    return QuantizedArray(part.format, target.shape, turned)

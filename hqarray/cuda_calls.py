@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
-from cupy.cuda import alloc, get_current_stream  # noqa: TID253
+from cupy.cuda import alloc  # noqa: TID253
 from cupy_backends.cuda.api.runtime import getDevice, memcpy2DAsync, memsetAsync, streamIsCapturing
 
 from . import cublaslt, cuda
@@ -92,8 +92,8 @@ class Decode:
         """Launch; the pointers that cuBLASLt gets."""
         codes, scales, scalar, other, alpha = pointers
         self.kernel.launch(
-            _DECODE, codes, self.pitch, scales, self.scale_pitch, scalar, other, alpha if self.writes_alpha else 0,
-            base + self.target, self.row_bytes, self.outer, self.k,
+            stream, _DECODE, codes, self.pitch, scales, self.scale_pitch, scalar, other,
+            alpha if self.writes_alpha else 0, base + self.target, self.row_bytes, self.outer, self.k,
         )
         return base + self.target, 0
 
@@ -117,7 +117,7 @@ class Tile:
         """Launch; the pointers that cuBLASLt gets."""
         codes, scales, scalar, other, alpha = pointers
         self.kernel.launch(
-            _TILE, scales, self.scale_pitch, self.lines, self.blocks, base + self.target, scalar, other,
+            stream, _TILE, scales, self.scale_pitch, self.lines, self.blocks, base + self.target, scalar, other,
             alpha if self.writes_alpha else 0,
         )
         if self.codes >= 0:
@@ -209,7 +209,7 @@ class Call:
                 return self(a, b, out, aux, bias)
         if out is None:
             out = cupy.ndarray(self.shape, self.dtype)
-        stream = get_current_stream().ptr
+        stream = cuda.stream_of(self.device)
         d, added = out.data.ptr, 0 if bias is None else bias.data.ptr
         if self.is_bare:
             left, right = self.sides  # type: ignore[misc]
@@ -238,7 +238,7 @@ class Call:
                 self._multiply(parts, base, stream, base + finish.sum, 0)
         if finish is not None:
             finish.kernel.launch(
-                _FINISH, base + finish.sum if self.plan is not None else 0, finish.sum_pitch, added, d,
+                stream, _FINISH, base + finish.sum if self.plan is not None else 0, finish.sum_pitch, added, d,
                 _row_bytes(out, self.n), *((0, 0) if aux is None else (aux.data.ptr, _row_bytes(aux, self.n))), self.m,
                 self.n,
             )

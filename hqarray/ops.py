@@ -50,6 +50,10 @@ def quantize(
     scaled range of its block is off by at most half the element's spacing there.
     Raises TypeError for a dtype it cannot read, ValueError when both directions are None.
     """
+    gpu = _gpu_of(values.__class__) if amax is None and columnwise_source == "original" else None
+    done: HybridArray | None = None if gpu is None else gpu.warm(values, rowwise, columnwise)
+    if done is not None:
+        return done
     values = as_array(values, "values")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise=, columnwise= or both, for example rowwise='mxfp8'")
@@ -68,7 +72,16 @@ def quantize(
             raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
         derived = "columnwise"
     rows, columns = backend.quantize_parts(matrix, row, column, derived, whole)
-    return HybridArray(rows, columns, values.shape, dtype, derived)
+    array = HybridArray(rows, columns, values.shape, dtype, derived)
+    if gpu is not None:
+        gpu.keep_warm(values, rowwise, columnwise, matrix, array)
+    return array
+
+
+def _gpu_of(kind: type) -> ModuleType | None:
+    """The module that computes on a GPU's arrays of a type; None for all others."""
+    backend = backend_of_type(kind)
+    return None if backend is reference else backend
 
 
 def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -387,7 +387,8 @@ def launched(make, monkeypatch):
         launches = []
 
         def kernel(launch, m, k, device):
-            def record(fields, *values):
+            def record(stream, fields, *values):
+                assert stream == 9
                 assert fields.size == 8 * len(values)
                 launches.append((launch.source.file, values))
 
@@ -396,7 +397,7 @@ def launched(make, monkeypatch):
         monkeypatch.setattr(cuda, "_kernel", kernel)
         monkeypatch.setattr(cuda_calls, "alloc", lambda nbytes: Memory(SCRATCH))
         monkeypatch.setattr(cuda_calls, "getDevice", lambda: 0)
-        monkeypatch.setattr(cuda_calls, "get_current_stream", lambda: SimpleNamespace(ptr=9))
+        monkeypatch.setattr(cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=9))
         monkeypatch.setattr(cuda_calls, "streamIsCapturing", lambda stream: capturing)
         monkeypatch.setattr(cuda_calls, "_constants", lambda device: (500, 504))
         monkeypatch.setattr(cuda_calls, "_workspaces", {(0, 9, "strided"): Memory(77)})

@@ -211,3 +211,36 @@ def test_numpy_asks_for_values_explicitly(cupy):
     array = hq.quantize(cupy.zeros((16, 16), np.float32), rowwise="mxfp8")
     with pytest.raises(TypeError, match="dequantize"):
         np.asarray(array)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64])
+@pytest.mark.parametrize(("row", "column"), [("mxfp8", "nvfp4"), ("fp8_e4m3", None), (None, "fp8_block_128x128")])
+def test_an_equal_call_is_looked_up_and_another_one_is_not(cupy, row, column, dtype):
+    """Arrays over the same memory that differ in alignment, strides or shape, each of them three times."""
+    views = [
+        lambda v: v[:9216].reshape(96, 96), lambda v: v[1:9217].reshape(96, 96), lambda v: v[:9216].reshape(96, 96).T,
+        lambda v: v[:9984].reshape(96, 104)[:, :96], lambda v: v[:9696].reshape(96, 101)[:, :96],
+        lambda v: v[:9696].reshape(96, 101)[:, :96].T, lambda v: v.reshape(96, 192)[:, ::2],
+        lambda v: v[:9216].reshape(4, 24, 96), lambda v: v[:9216].reshape(96, 4, 24), lambda v: v[:96],
+        lambda v: v[:192:2], lambda v: v.reshape(96, 2, 96)[:, 0].reshape(4, 24, 96),
+    ]
+    values = testing.matrix("gauss", (96, 192), np.float32).astype(dtype).ravel()
+    there = cupy.asarray(values)
+    for _ in range(3):
+        for view in views:
+            expected = hq.quantize(view(values), rowwise=row, columnwise=column)
+            array = hq.quantize(view(there), rowwise=row, columnwise=column)
+            assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+            testing.assert_bitwise_equal(array, expected)
+
+
+def test_a_call_that_is_looked_up_still_checks(cupy):
+    x = cupy.ones((32, 64), np.float32)
+    for _ in range(2):
+        hq.quantize(x, rowwise="mxfp8")
+        with pytest.raises(ValueError, match="rowwise= as well"):
+            hq.quantize(x, columnwise="mxfp8", columnwise_source="rowwise_dequantized")
+        with pytest.raises(ValueError, match="measure each block"):
+            hq.quantize(x, rowwise="mxfp8", amax=1.0)
+        with pytest.raises(TypeError, match="a format is"):
+            hq.quantize(x, rowwise=["mxfp8"])
