@@ -150,7 +150,7 @@ def dequantize(array: HybridArray, *, source: Direction | None = None, dtype: An
     if wanted not in FLOATS[:3]:
         raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
     values = _backend_of(part).dequantize_part(part, wanted, transposed=direction == "columnwise")
-    return values.reshape(array.shape)
+    return values if values.shape == array.shape else values.reshape(array.shape)
 
 
 def _more_precise(array: HybridArray) -> Direction:
@@ -164,7 +164,9 @@ def _more_precise(array: HybridArray) -> Direction:
 
 
 def _backend_of(part: QuantizedArray) -> ModuleType:
-    return backend_of(part.codes)
+    backend = backend_of_type(_part_memory_type(part))
+    assert backend is not None
+    return backend
 
 
 def with_columnwise(array: HybridArray, format: Format | str | None = None) -> HybridArray:
@@ -183,11 +185,17 @@ def with_columnwise(array: HybridArray, format: Format | str | None = None) -> H
         )
     wanted = part.format if format is None else as_format(format).resolve(array.dtype)
     backend = _backend_of(part)
-    if wanted == part.format and wanted.transposable:
+    if _is_moved(part.format, wanted):
         return HybridArray(part, backend.transpose_part(part), array.shape, array.dtype)
     values = backend.dequantize_part(part, np.dtype(np.float32))
     _, columns = backend.quantize_parts(values, None, wanted, None, None)
     return HybridArray(part, columns, array.shape, array.dtype, "columnwise")
+
+
+@cache
+def _is_moved(rowwise: Format, columnwise: Format) -> bool:
+    """Whether columns are made by moving the codes of rows; kept, since a format's facts are derived anew each time."""
+    return columnwise == rowwise and columnwise.transposable
 
 
 # --- matmul -------------------------------------------------------------------------------------
@@ -292,8 +300,11 @@ def _memory_type(x: Any) -> type:
     """The type of what holds the numbers of an operand."""
     if not isinstance(x, HybridArray):
         return type(x)
-    part = x.rowwise if x.rowwise is not None else x.columnwise
-    buffers = part.buffers  # type: ignore[union-attr]
+    return _part_memory_type(x.rowwise if x.rowwise is not None else x.columnwise)  # type: ignore[arg-type]
+
+
+def _part_memory_type(part: QuantizedArray) -> type:
+    buffers = part.buffers
     return type(buffers.memory if isinstance(buffers, Packed) else buffers.codes)
 
 
