@@ -341,21 +341,18 @@ class HybridArray:
 
     def dequantize(self, *, source: Direction | None = None, dtype: Any = None) -> Array:
         """The values, decoded. See hqarray.dequantize."""
-        from . import ops
-
-        return ops.dequantize(self, source=source, dtype=dtype)
+        return _ops().dequantize(self, source=source, dtype=dtype)
 
     def with_columnwise(self, format: Format | str | None = None) -> HybridArray:
         """This array with a columnwise part made from its rows. See hqarray.with_columnwise."""
-        from . import ops
-
-        return ops.with_columnwise(self, format)
+        array: HybridArray = _ops().with_columnwise(self, format)
+        return array
 
     def __matmul__(self, other: Any) -> Array:
-        return _matmul()(self, other) if _is_operand(other) else NotImplemented
+        return _ops().matmul(self, other) if _is_operand(other) else NotImplemented
 
     def __rmatmul__(self, other: Any) -> Array:
-        return _matmul()(other, self) if _is_operand(other) else NotImplemented
+        return _ops().matmul(other, self) if _is_operand(other) else NotImplemented
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -381,9 +378,7 @@ class HybridArray:
             raise TypeError(_undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
         if options:
             raise TypeError(f"matmul of quantized arrays takes no {', '.join(options)}; hqarray.matmul has options")
-        from . import ops
-
-        return ops.matmul(*inputs, out=out[0] if isinstance(out, tuple) else out)
+        return _ops().matmul(*inputs, out=out[0] if isinstance(out, tuple) else out)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.shape:
@@ -433,11 +428,11 @@ def _is_operand(x: Any) -> bool:
 
 
 @cache
-def _matmul() -> Any:
-    """An import statement takes a microsecond, a tenth of a product's time on the host."""
+def _ops() -> Any:
+    """The public functions; an import statement takes a microsecond, a tenth of a product's time on the host."""
     from . import ops
 
-    return ops.matmul
+    return ops
 
 
 def _undefined(what: str) -> str:

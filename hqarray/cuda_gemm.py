@@ -50,12 +50,14 @@ _calls: dict[Key, Call] = {}
 def _array_key(x: Any) -> Key | None:
     if x is None:
         return None
-    return x.shape, x.strides, x.dtype.char, x.data.device_id, x.data.ptr & 255
+    memory = x.data
+    return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 255
 
 
 def _hybrid_key(x: HybridArray, part: Any) -> Key:
-    memory = part.buffers.memory
-    return id(part.buffers.layout), x.shape, x.dtype.char, memory.device_id, memory.ptr & 255
+    buffers = part.buffers
+    memory = buffers.memory
+    return id(buffers.layout), x.shape, x.dtype, memory.device_id, memory.ptr & 255
 
 
 def _key(a: Any, b: Any, out: Any, bias: Any, choices: Key) -> Key | None:

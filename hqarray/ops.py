@@ -78,6 +78,7 @@ def quantize(
     return array
 
 
+@cache
 def _gpu_of(kind: type) -> ModuleType | None:
     """The module that computes on a GPU's arrays of a type; None for all others."""
     backend = backend_of_type(kind)
@@ -230,11 +231,11 @@ def matmul(
     Raises ValueError for shapes that do not match or a missing part, TypeError for a dtype it cannot use.
     """
     choices = (out_dtype, activation, accumulate, engine)
-    gpu = _gpu_module(a, b)
-    if gpu is not None:
-        done = gpu.warm(a, b, out, bias, choices)
+    if _gpu_of(_memory_type(a)) is not None:
+        done = _gpu_gemm().warm(a, b, out, bias, choices)
         if done is not None:
             return done
+    gpu = _gpu_module(a, b)
     a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
