@@ -374,12 +374,16 @@ def amax(values: Array) -> Array:
 # --- decode and move ----------------------------------------------------------------------------
 
 @lru_cache(maxsize=MOST_PLANS)
-def _dequantize_kernel(
+def _dequantize_plan(
     format: Format, shape: tuple[int, int], dtype: np.dtype[Any], transposed: bool, device: int
-) -> Kernel:
-    """By format and dtype: a storage takes a microsecond to make, the name of a dtype seven."""
-    aligned = shape[1] * dtype.itemsize % 16 == 0
-    return _kernel(traits.dequantize_launch(format.storage, dtype.name, transposed, aligned), *shape, device)
+) -> tuple[Kernel, int]:
+    """The kernel that decodes a part to values of a shape, and the bytes between the part's rows of codes.
+
+    By format and dtype: a storage takes a microsecond to make, the name of a dtype seven.
+    """
+    launch = traits.dequantize_launch(format.storage, dtype.name, transposed, shape[1] * dtype.itemsize % 16 == 0)
+    part = _Part.of(format, shape[::-1] if transposed else shape)
+    return _kernel(launch, *shape, device), 16 * part.pitch16
 
 
 def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], *, transposed: bool = False) -> Array:
@@ -394,11 +398,10 @@ def dequantize_part(part: QuantizedArray, dtype: np.dtype[Any], *, transposed: b
     shape = part.shape[::-1] if transposed else part.shape
     values = cupy.ndarray(shape, dtype)
     if values.size:
-        kernel = _dequantize_kernel(part.format, shape, dtype, transposed, device)
+        kernel, pitch = _dequantize_plan(part.format, shape, dtype, transposed, device)
         kernel.launch(
-            stream_of(device), _DEQUANTIZE, base, layout.codes.pitch * layout.codes.itemsize,
-            base + layout.scales_offset, layout.scales_shape[1], base + layout.global_scale_offset, values.data.ptr,
-            values.strides[0], *shape,
+            stream_of(device), _DEQUANTIZE, base, pitch, base + layout.scales_offset, layout.scales_shape[1],
+            base + layout.global_scale_offset, values.data.ptr, values.strides[0], *shape,
         )
     return values
 

@@ -160,8 +160,13 @@ def _more_precise(array: HybridArray) -> Direction:
         return next(iter(parts))
     if array.derived is not None:
         return "rowwise" if array.derived == "columnwise" else "columnwise"
-    bits = {direction: part.format.storage.element.significand_bits for direction, part in parts.items()}
+    bits = {direction: _significand_bits(part.format) for direction, part in parts.items()}
     return "columnwise" if bits["columnwise"] > bits["rowwise"] else "rowwise"
+
+
+@cache
+def _significand_bits(format: Format) -> int:
+    return format.storage.element.significand_bits
 
 
 def _backend_of(part: QuantizedArray) -> ModuleType:
