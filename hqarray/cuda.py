@@ -23,7 +23,7 @@ from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
 from .formats import Format
-from .layout import Array, PartLayout, part_layout
+from .layout import Array, PartLayout, part_layout, round_up
 from .rawkernels import geometry, loader, traits
 
 FLOAT32 = np.dtype(np.float32)
@@ -63,7 +63,7 @@ class _Local(threading.local):
 _local = _Local()
 
 # Structs of the kernels: every field takes eight bytes.
-_QUANTIZE = struct.Struct("=19q")
+_QUANTIZE = struct.Struct("=21q")
 _AMAX = struct.Struct("=6q")
 _DEQUANTIZE = struct.Struct("=9q")
 _NARROW = struct.Struct("=3q")
@@ -237,7 +237,7 @@ class _Plan:
             stream, _QUANTIZE, pointer, row_bytes, m, k, whole_pointer, flag,
             *(_NO_OUTPUT if rows is None else self.rows.output(rows.buffers)),  # type: ignore[union-attr, arg-type]
             *(_NO_OUTPUT if columns is None else self.columns.output(columns.buffers)),  # type: ignore
-            measured,
+            measured, round_up(m, 16), round_up(k, 16),
         )
 
 

@@ -67,6 +67,8 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
         yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
     yield from _around_a_gemm(storages)
+    if "bfloat16" in dtypes:
+        yield from _of_groups(formats, storages)
     for dtype in dtypes:
         for aligned in (True, False):
             main = dtype == "bfloat16" and aligned
@@ -83,6 +85,20 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) -> Iterator[Specialisation]:
+    """The kernels over many matrices, for bfloat16 rows on 16 bytes."""
+    yield Specialisation("amax of groups", traits.amax_launch("bfloat16", True, grouped=True).source, True)
+    for name, row in formats:
+        for pair in ((row, None), (None, row), (row, row)):
+            source = traits.quantize_launch(*pair, "bfloat16", True, grouped=True).source
+            names = " / ".join("-" if format is None else name for format in pair)
+            yield Specialisation(f"quantize groups {names}", source, False)
+    for storage, name in storages.items():
+        for transposed in (False, True):
+            source = traits.dequantize_launch(storage, "bfloat16", transposed, True, grouped=True).source
+            yield Specialisation(f"dequantize groups {name} {('rows', 'columns')[transposed]}", source, True)
 
 
 def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:

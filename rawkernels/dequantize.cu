@@ -3,9 +3,11 @@
 // TRANSPOSED 0: Y's rows are the part's lines. 1: the part is columnwise; its lines, Y's columns, come in pieces of
 // LINE_BYTES through shared memory. Every value is RN(code * scale), under a global scale RN(that * global_scale),
 // then one rounding to Output; NaN is the hardware's canonical one. Generated before this text: Part (storage traits),
-// Output, Input = Output, TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS.
+// Output, Input = Output, TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS, GROUPED.
+//
+// GROUPED: the rows of many matrices, stacked; a block finds its member. Generated as well: Codes, Scales (Spans).
 #include "encode.cuh"
-#include "tile.cuh"
+#include "group.cuh"
 
 namespace hq {
 
@@ -17,6 +19,12 @@ struct DequantizeArguments {
     const float* global_scale;
     char* values;
     i64 row_bytes, m, k;  // of Y
+};
+
+struct GroupedDequantizeArguments {
+    DequantizeArguments all;
+    Groups groups;
+    i64 codes_unit, scales_unit;
 };
 
 constexpr int LINE_BYTES = Part::stored_bits * TILE_ROWS / 8;
@@ -205,12 +213,11 @@ HQ_FN void put_pair(u32* words, int pair, float low, float high) {
 }  // namespace hq
 
 #ifndef HQ_NO_ENTRY  // decode.cu has its own
-extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::DequantizeArguments a) {
-    using namespace hq;
-    extern __shared__ __align__(16) u8 stage[];
+namespace hq {
+
+// One tile of a matrix.
+HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* stage) {
     typedef Direction<TRANSPOSED> D;
-    Place p;
-    if (!locate(p, a.m, a.k, false)) return;
     const float global_scale = Part::global_scale ? *a.global_scale : 1.0f;
     const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 16);
     const bool exists = rows > 0 && columns > 0;
@@ -220,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
 
     if constexpr (TRANSPOSED) {
         constexpr int chunks = LINE_BYTES / 16;
-        const i64 first = p.tile_row * LINE_BYTES, lines = round_up(a.k, 16) - p.tile_column * TILE_COLUMNS;
+        const i64 first = p.tile_row * LINE_BYTES, lines = (GROUPED ? a.k : round_up(a.k, 16)) - p.tile_column * TILE_COLUMNS;
         const u8* source = a.codes + p.tile_column * TILE_COLUMNS * a.pitch + first;
 #pragma unroll
         for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
@@ -255,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
         for (int r = 0; r < 8; ++r) {  // rows up to a multiple of 16 are there
 #pragma unroll
             for (int w = 0; w < WORDS; w += PIECE)
-                if ((ALIGNED || exists) && (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch)) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
+                if ((GROUPED ? r < rows && columns > 0 : ALIGNED || exists) && (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch)) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
         }
         if (ALIGNED || exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
 #pragma unroll
@@ -270,4 +277,66 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
         }
     }
 }
+
+#if GROUPED
+// A member's matrix.
+HQ_FN DequantizeArguments arguments_of(const GroupedDequantizeArguments& g, const Member<2>& member) {
+    DequantizeArguments own = g.all;
+    own.values += member.start * own.row_bytes;
+    own.m = member.size;
+    own.global_scale += member.index;
+    constexpr bool block_major = !Part::one_scale && Part::scale_rows == 1, row_major = !Part::one_scale && !block_major;
+    if constexpr (TRANSPOSED) {  // lines of a pitch of their own
+        own.codes += member.before[0] * g.codes_unit;
+        own.pitch = round_up(round_up(member.size * Part::stored_bits, 8) / 8, 16);
+    } else {
+        own.codes += member.start * own.pitch;
+    }
+    own.scales += Part::one_scale ? member.index * 4 : member.before[1] * g.scales_unit;
+    if (TRANSPOSED ? row_major : block_major) own.scale_pitch = Scales::of(member.size);
+    return own;
+}
+
+// Rows that are no member's.
+HQ_FN void zero_rows(const DequantizeArguments& a, i64 from, i64 to) {
+    typedef Output::type T;
+    T* row = reinterpret_cast<T*>(a.values + from * a.row_bytes) + i64(blockIdx.x) * TILE_COLUMNS;
+    const i64 columns = count_of(a.k, i64(blockIdx.x) * TILE_COLUMNS, TILE_COLUMNS);
+    for (i64 r = from; r < to; ++r, row += a.row_bytes / Output::size)
+        for (i64 c = threadIdx.x; c < columns; c += THREADS) row[c] = 0;
+}
+#endif
+
+}  // namespace hq
+
+#if GROUPED
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::GroupedDequantizeArguments g) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 stage[];
+    __shared__ Member<2> member;
+    __shared__ DequantizeArguments own;
+    if (threadIdx.x < 32) {
+        find_member<TILE_ROWS, Codes, Scales>(g.groups, row_tile(), member);
+        if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
+    }
+    __syncthreads();
+    if (member.index < 0) {
+        const i64 shares = row_tiles() - member.tiles, each = (member.rows + shares - 1) / shares;
+        const i64 from = member.start + member.tile * each, end = member.start + member.rows;
+        return zero_rows(g.all, from, from + each < end ? from + each : end);
+    }
+    Place p;
+    place(p, member.tile, blockIdx.x, own.m, own.k);
+    if (p.tile_row * TILE_ROWS < own.m) dequantize_tile(own, p, stage);
+    const i64 first = p.tile_row * TILE_ROWS, last = first + TILE_ROWS;
+    zero_rows(own, own.m > first ? own.m : first, last < member.rows ? last : member.rows);
+}
+#else
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::DequantizeArguments a) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 stage[];
+    Place p;
+    if (locate(p, a.m, a.k, false)) dequantize_tile(a, p, stage);
+}
+#endif
 #endif

@@ -39,6 +39,17 @@ def quantize_tile(row: Format | None, column: Format | None) -> Tile:
     return TALL
 
 
+MEMBER_BYTES = 256
+"""Shared memory of a grouped quantize kernel beside `quantize_shared_bytes`: the member and its arguments."""
+
+
+def grouped_grid(tile: Tile, capacity: int, num_groups: int, k: int) -> tuple[int, int, int]:
+    """The same for members stacked in `capacity` rows: each may end in a tile of its own, and one tile is left over."""
+    row_tiles = capacity // tile.rows + num_groups + 1
+    y = min(row_tiles, MAX_GRID_Y)
+    return max(1, -(-k // tile.columns)), y, -(-row_tiles // y)
+
+
 def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
     """Blocks along (k, m, m again): row tiles beyond 65,535 continue in z. At least one, for the scalars."""
     row_tiles = max(1, -(-m // tile.rows))

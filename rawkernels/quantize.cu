@@ -4,9 +4,12 @@
 // of the columnwise one, and both directions run the same code over them. Row codes are stored at once; column codes
 // are turned in shared memory, so that a column is written in one piece. Padding is written as zeros, for what lies
 // outside X is read as zero. Generated before this text: Input, Row, Column (traits of two formats), SAME_FORMAT, TILE_ROWS,
-// TILE_COLUMNS, ALIGNED, SHARED_BYTES.
+// TILE_COLUMNS, ALIGNED, SHARED_BYTES, GROUPED.
+//
+// GROUPED: X is many matrices, their rows stacked; blocks, scales and padding begin anew with each. A block finds its
+// member, and from there on it is that one's matrix. Generated as well: RowScales, ColumnCodes, ColumnScales (Spans).
+#include "group.cuh"
 #include "scale.cuh"
-#include "tile.cuh"
 #include "turn.cuh"
 
 namespace hq {
@@ -28,6 +31,20 @@ struct Arguments {
     const u32* noop;     // nothing is written where it is not zero
     Output row, column;
     i64 reversed;  // last tile first: after an amax pass that went forward
+    i64 rows;      // rows of codes that are written: m, and padding
+    i64 lines;     // the same of columns: k, and padding
+};
+
+struct Segments {  // of one part of a group, bytes
+    i64 codes_unit, scales_unit;
+    i64 codes_end, scales_end;
+};
+
+struct GroupedArguments {
+    Arguments all;
+    Groups groups;
+    Segments row, column;
+    i64 zeros_rest;  // whether what lies behind the last member is zeroed
 };
 
 template <class F> constexpr bool in_lanes = F::block_columns == 16 || F::block_columns == 32;
@@ -50,6 +67,10 @@ struct Shared {
     Table table[Row::scaling == TWO_LEVEL && Column::scaling == TWO_LEVEL && !SAME_TABLE ? 2 : 1];
     alignas(16) u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
     alignas(16) float factor[2][128];
+#if GROUPED
+    Member<3> member;
+    Arguments own;
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch reserves too little shared memory");
 
@@ -156,7 +177,7 @@ struct Sink {
     int lines = 8;       // how many of the 8 lines are stored
     bool second = true;  // whether a row's pitch holds the second 16 of its 32 bytes
 
-    HQ_FN Sink(const Output& out, const Place& p, Shared& shared, i64 m) {
+    HQ_FN Sink(const Output& out, const Place& p, Shared& shared, i64 rows) {
         if constexpr (DOWN) {
             target = reinterpret_cast<char*>(shared.stage);
         } else {
@@ -166,7 +187,7 @@ struct Sink {
             if (!p.full) {
                 const i64 byte = p.column0 * words / 2, pitch = i64(out.pitch16) * 16;
                 second = byte + 16 < pitch;
-                lines = byte < pitch ? count_of(round_up(m, 16), p.row0, 8) : 0;
+                lines = byte < pitch ? count_of(rows, p.row0, 8) : 0;
             }
         }
     }
@@ -257,7 +278,7 @@ struct TileFactors {  // 8 lines' factors out of shared memory
 // Scales and codes of one direction.
 template <class F, int DOWN>
 HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
-    const Sink<F, DOWN> sink(out, p, shared, a.m);
+    const Sink<F, DOWN> sink(out, p, shared, a.rows);
     if constexpr (in_lanes<F>) {
         Lines<Input> lines = block_amax<F, DOWN>(patch);
         if constexpr (square<F>) square_amax<F, DOWN>(lines);
@@ -280,8 +301,8 @@ HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const O
 // Scales and codes of both directions in one.
 template <class F>
 HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const Place& p, Shared& shared) {
-    const Sink<F, 0> rows(a.row, p, shared, a.m);
-    const Sink<F, 1> columns(a.column, p, shared, a.m);
+    const Sink<F, 0> rows(a.row, p, shared, a.rows);
+    const Sink<F, 1> columns(a.column, p, shared, a.rows);
     Lines<Input> lines = block_amax<F, 0>(patch);
     square_amax<F, 0>(lines);
     const auto scales = scale_lines<F, Input>(lines, &shared.table[0]);
@@ -293,16 +314,18 @@ HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const 
     zero_lines<F, 1>(scales.nan, columns, p);
 }
 
-// What one thread of the grid writes for the whole matrix.
+// What one thread of the grid writes for a whole matrix: the first, or number `index` of a group.
 template <class F>
-HQ_FN void store_scalars(const Arguments& a, const Output& out) {
-    if constexpr (F::scaling == TWO_LEVEL) *out.global_scale = global_of<F>(*a.whole).decode_scale;
+HQ_FN void store_scalars(const Arguments& a, const Output& out, i64 index) {
+    const float whole = F::scaling == TWO_LEVEL || (F::scaling == RECIPROCAL && F::block_columns == 0) || out.amax ? a.whole[index] : 0.0f;
+    if constexpr (F::scaling == TWO_LEVEL) out.global_scale[index] = global_of<F>(whole).decode_scale;
     if constexpr (F::scaling == RECIPROCAL && F::block_columns == 0) {
-        const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
-        for (i64 i = 0; i < out.scale_pitch; ++i)
-            reinterpret_cast<float*>(out.scales)[i] = i == 0 ? divide(1.0f, factor) : 0.0f;
+        const float factor = reciprocal_factor(whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
+        reinterpret_cast<float*>(out.scales)[index] = divide(1.0f, factor);
+        if (!GROUPED)
+            for (i64 i = 1; i < out.scale_pitch; ++i) reinterpret_cast<float*>(out.scales)[i] = 0.0f;
     }
-    if (out.amax) *out.amax = *a.whole;
+    if (out.amax) out.amax[index] = whole;
 }
 
 // The staged columns to global memory, 16 bytes a lane, neighbours along a column.
@@ -313,7 +336,7 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
     const u8* tile = a.column.codes + p.tile_column * TILE_COLUMNS * 16 * a.column.pitch16 + first;
     const int byte = threadIdx.x % chunks * 16, column = threadIdx.x / chunks;
     const bool stored = p.full || first + byte < i64(a.column.pitch16) * 16;
-    const int columns = p.full ? TILE_COLUMNS : count_of(round_up(a.k, 16), p.tile_column * TILE_COLUMNS, TILE_COLUMNS);
+    const int columns = p.full ? TILE_COLUMNS : count_of(a.lines, p.tile_column * TILE_COLUMNS, TILE_COLUMNS);
 #pragma unroll
     for (int c = 0; c < TILE_COLUMNS; c += THREADS / chunks)
         if (stored && column + c < columns) {
@@ -323,20 +346,8 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
         }
 }
 
-}  // namespace hq
-
-extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantize(const __grid_constant__ hq::Arguments a) {
-    using namespace hq;
-    extern __shared__ __align__(16) u8 dynamic[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    if (a.noop && *a.noop << 1) return;  // -0.0f is zero
-
-    if (first_thread()) {
-        if constexpr (Row::present) store_scalars<Row>(a, a.row);
-        if constexpr (Column::present) store_scalars<Column>(a, a.column);
-    }
-    Place p;
-    if (!locate(p, a.m, a.k, a.reversed)) return;
+// One tile of a matrix.
+HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     constexpr bool tables = Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL;
     Patch<Input> patch;  // its loads are under way while the table is made
     load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
@@ -368,3 +379,96 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
         store_columns<Column>(a, p, shared);
     }
 }
+
+#if GROUPED
+
+// A member's matrix.
+HQ_FN Arguments arguments_of(const GroupedArguments& g, const Member<3>& member) {
+    Arguments own = g.all;
+    own.values += member.start * own.row_bytes;
+    own.m = member.size;
+    own.rows = member.rows;
+    own.whole += member.index;
+    if constexpr (Row::present) {
+        own.row.codes += member.start * own.row.pitch16 * 16;
+        own.row.scales += member.before[0] * g.row.scales_unit;
+        if (in_lanes<Row> || (in_tile<Row> && !square<Row>)) own.row.scale_pitch = RowScales::of(member.size);
+    }
+    if constexpr (Column::present) {
+        own.column.codes += member.before[1] * g.column.codes_unit;
+        own.column.pitch16 = round_up(round_up(member.size * Column::stored_bits, 8) / 8, 16) / 16;
+        own.column.scales += member.before[2] * g.column.scales_unit;
+        if (in_tile<Column> && square<Column>) own.column.scale_pitch = ColumnScales::of(member.size);
+    }
+    return own;
+}
+
+// What lies behind the last member.
+HQ_FN void zero_rest(const GroupedArguments& g, const Member<3>& end) {
+    const i64 shares = row_tiles() - end.tiles;
+    if constexpr (Row::present) {
+        zero_share(g.all.row.codes, end.start * g.all.row.pitch16 * 16, g.row.codes_end, end.tile, shares);
+        zero_share(g.all.row.scales, end.before[0] * g.row.scales_unit, g.row.scales_end, end.tile, shares);
+    }
+    if constexpr (Column::present) {
+        zero_share(g.all.column.codes, end.before[1] * g.column.codes_unit, g.column.codes_end, end.tile, shares);
+        zero_share(g.all.column.scales, end.before[2] * g.column.scales_unit, g.column.scales_end, end.tile, shares);
+    }
+}
+
+// Rows between a member and the next one's start.
+template <class F>
+HQ_FN void zero_rows(const Arguments& a, const Place& p, Shared& shared) {
+    const Sink<F, 0> sink(a.row, p, shared, a.rows);
+    const u32 zeros[Sink<F, 0>::words] = {};
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) sink.put(p, i, zeros);
+}
+
+#endif
+
+}  // namespace hq
+
+#if GROUPED
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantize(const __grid_constant__ hq::GroupedArguments g) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    if (g.all.noop && *g.all.noop << 1) return;  // -0.0f is zero
+
+    if (blockIdx.x == 0 && row_tile() == 0) {
+        for (i64 i = threadIdx.x; i < g.groups.count; i += THREADS) {
+            if constexpr (Row::present) store_scalars<Row>(g.all, g.all.row, i);
+            if constexpr (Column::present) store_scalars<Column>(g.all, g.all.column, i);
+        }
+    }
+    if (threadIdx.x < 32) {
+        find_member<TILE_ROWS, RowScales, ColumnCodes, ColumnScales>(g.groups, g.all.reversed ? row_tiles() - 1 - row_tile() : row_tile(), shared.member);
+        if (threadIdx.x == 0 && shared.member.index >= 0) shared.own = arguments_of(g, shared.member);
+    }
+    __syncthreads();
+    if (shared.member.index < 0) {
+        if (g.zeros_rest) zero_rest(g, shared.member);
+        return;
+    }
+    Place p;
+    const i64 tile_column = g.all.reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    place(p, shared.member.tile, tile_column, shared.own.m, shared.own.k);
+    if (p.tile_row * TILE_ROWS < shared.own.m) quantize_tile(shared.own, p, shared);
+    else if constexpr (Row::present) zero_rows<Row>(shared.own, p, shared);
+}
+#else
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantize(const __grid_constant__ hq::Arguments a) {
+    using namespace hq;
+    extern __shared__ __align__(16) u8 dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    if (a.noop && *a.noop << 1) return;  // -0.0f is zero
+
+    if (first_thread()) {
+        if constexpr (Row::present) store_scalars<Row>(a, a.row, 0);
+        if constexpr (Column::present) store_scalars<Column>(a, a.column, 0);
+    }
+    Place p;
+    if (locate(p, a.m, a.k, a.reversed)) quantize_tile(a, p, shared);
+}
+#endif

@@ -58,22 +58,27 @@ struct Direction {
     static HQ_FN int warp(const Place& p) { return DOWN ? p.down : p.across; }
 };
 
-// False where the tile lies beyond the last row: the grid's y and z together count row tiles.
-HQ_FN bool locate(Place& p, i64 m, i64 k, bool reversed) {
+// A thread's place in a tile of an m x k matrix.
+HQ_FN void place(Place& p, i64 tile_row, i64 tile_column, i64 m, i64 k) {
     const int lane = threadIdx.x & 31;
     p.warp = threadIdx.x / 32; p.across = p.warp % WARPS_ACROSS; p.down = p.warp / WARPS_ACROSS;
     p.tx = lane % LANES_ACROSS; p.ty = lane / LANES_ACROSS;
     p.row = (p.down * LANES_DOWN + p.ty) * 8; p.column = (p.across * LANES_ACROSS + p.tx) * 8;
-    p.tile_column = blockIdx.x;
-    p.tile_row = blockIdx.y + i64(blockIdx.z) * gridDim.y;
+    p.tile_row = tile_row; p.tile_column = tile_column;
+    p.full = (tile_row + 1) * TILE_ROWS <= m && (tile_column + 1) * TILE_COLUMNS <= k;
+    p.row0 = tile_row * TILE_ROWS + p.row; p.column0 = tile_column * TILE_COLUMNS + p.column;
+}
+
+// False where the tile lies beyond the last row: the grid's y and z together count row tiles.
+HQ_FN bool locate(Place& p, i64 m, i64 k, bool reversed) {
+    i64 tile_row = blockIdx.y + i64(blockIdx.z) * gridDim.y, tile_column = blockIdx.x;
     const i64 row_tiles = (m + TILE_ROWS - 1) / TILE_ROWS;
-    if (p.tile_row >= row_tiles) return false;
+    if (tile_row >= row_tiles) return false;
     if (reversed) {
-        p.tile_row = row_tiles - 1 - p.tile_row;
-        p.tile_column = gridDim.x - 1 - p.tile_column;
+        tile_row = row_tiles - 1 - tile_row;
+        tile_column = gridDim.x - 1 - tile_column;
     }
-    p.full = (p.tile_row + 1) * TILE_ROWS <= m && (p.tile_column + 1) * TILE_COLUMNS <= k;
-    p.row0 = p.tile_row * TILE_ROWS + p.row; p.column0 = p.tile_column * TILE_COLUMNS + p.column;
+    place(p, tile_row, tile_column, m, k);
     return true;
 }
 

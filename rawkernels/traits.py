@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
+from hqarray.groups import Span, code_span, scale_span
 
 from . import geometry
 from .geometry import Tile
@@ -127,35 +128,54 @@ class Launch:
     shared_bytes: int
 
 
-def quantize_launch(row: Format | None, column: Format | None, dtype: str, aligned: bool) -> Launch:
-    """The quantize kernel of a pair for an input dtype."""
-    tile = geometry.quantize_tile(row, column)
-    shared = geometry.quantize_shared_bytes(tile, column)
+def _grouped(grouped: bool, **spans: Span | None) -> str:
+    """Whether the rows are those of many matrices, and how a member's segments are found."""
+    text = f"#define GROUPED {int(grouped)}\n"
+    for name, span in spans.items() if grouped else ():
+        one = span or Span(1, 1)
+        text += f"#define {name} hq::Span<{one.divide}, {one.multiple}>\n"
+    return text
+
+
+def quantize_launch(
+    row: Format | None, column: Format | None, dtype: str, aligned: bool, grouped: bool = False
+) -> Launch:
+    """The quantize kernel of a pair for an input dtype; grouped: of many matrices."""
+    tile = geometry.SQUARE if grouped else geometry.quantize_tile(row, column)
+    shared = geometry.quantize_shared_bytes(tile, column) + (geometry.MEMBER_BYTES if grouped else 0)
     blocks = geometry.min_blocks(dtype, aligned, shared)
+    spans = {
+        "RowScales": None if row is None else scale_span(row.storage, "outer", 8),
+        "ColumnCodes": None if column is None else code_span(column.storage, "k", 8, 1),
+        "ColumnScales": None if column is None else scale_span(column.storage, "k", 8),
+    }
     text = (
         f"typedef {wide(dtype)} Input;\n"
         + _tile(tile, aligned, blocks, geometry.min_blocks_before_sm_89(row, column, blocks))
         + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n"
-        + format_traits("Row", row) + format_traits("Column", column)
+        + _grouped(grouped, **spans) + format_traits("Row", row) + format_traits("Column", column)
     )
     return Launch(Source("quantize.cu", "hq_quantize", text), tile, shared)
 
 
-def amax_launch(dtype: str, aligned: bool) -> Launch:
-    """The amax kernel for an input dtype."""
+def amax_launch(dtype: str, aligned: bool, grouped: bool = False) -> Launch:
+    """The amax kernel for an input dtype; grouped: one amax a matrix."""
     tile = geometry.SQUARE
     text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, 0))
-    return Launch(Source("amax.cu", "hq_amax", text), tile, 0)
+    return Launch(Source("amax.cu", "hq_amax", text + _grouped(grouped)), tile, 0)
 
 
-def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: bool) -> Launch:
-    """The dequantize kernel of a storage to an output dtype."""
+def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: bool, grouped: bool = False) -> Launch:
+    """The dequantize kernel of a storage to an output dtype; grouped: of many matrices."""
     tile = geometry.dequantize_tile(storage, transposed)
     shared = geometry.dequantize_shared_bytes(tile, storage, transposed)
+    ragged = "k" if transposed else "outer"
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(tile, aligned, geometry.dequantize_min_blocks(storage, dtype, transposed, shared))
-        + f"constexpr int TRANSPOSED = {int(transposed)};\n" + storage_traits("Part", storage) + "};\n"
+        + f"constexpr int TRANSPOSED = {int(transposed)};\n"
+        + _grouped(grouped, Codes=code_span(storage, ragged, 8, 1), Scales=scale_span(storage, ragged, 8))
+        + storage_traits("Part", storage) + "};\n"
     )
     return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
 
@@ -191,7 +211,7 @@ def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Laun
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(geometry.DECODE_TILE, True, 4 if few else 2)
-        + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n"
+        + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n" + _grouped(False)
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )
     return Launch(Source("decode.cu", "hq_decode", text), geometry.DECODE_TILE, 0)
