@@ -353,10 +353,10 @@ class HybridArray:
         return ops.with_columnwise(self, format)
 
     def __matmul__(self, other: Any) -> Array:
-        return _matmul()(self, other) if is_operand(other) else NotImplemented
+        return _matmul()(self, other) if _is_operand(other) else NotImplemented
 
     def __rmatmul__(self, other: Any) -> Array:
-        return _matmul()(other, self) if is_operand(other) else NotImplemented
+        return _matmul()(other, self) if _is_operand(other) else NotImplemented
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -379,7 +379,7 @@ class HybridArray:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Array:
         if getattr(ufunc, "__name__", "") != "matmul" or method != "__call__":
-            raise TypeError(undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
+            raise TypeError(_undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
         if options:
             raise TypeError(f"matmul of quantized arrays takes no {', '.join(options)}; hqarray.matmul has options")
         from . import ops
@@ -393,7 +393,7 @@ class HybridArray:
             return self.ndim
         if function is np.size and len(args) + len(kwargs) == 1:
             return self.size
-        raise TypeError(undefined(f"numpy.{getattr(function, '__name__', function)}"))
+        raise TypeError(_undefined(f"numpy.{getattr(function, '__name__', function)}"))
 
     # --- pickle and display ---
 
@@ -428,7 +428,7 @@ def _unpickle_hybrid(
     return HybridArray(rowwise, columnwise, shape, ELEMENTS[dtype].dtype, derived)
 
 
-def is_operand(x: Any) -> bool:
+def _is_operand(x: Any) -> bool:
     """Whether matmul answers for x, if only with an error that says what to do; else Python asks x."""
     return isinstance(x, (HybridArray, QuantizedArray, list, tuple, int, float, str)) or hasattr(x, "__dlpack__")
 
@@ -441,7 +441,7 @@ def _matmul() -> Any:
     return ops.matmul
 
 
-def undefined(what: str) -> str:
+def _undefined(what: str) -> str:
     return f"{what} is not defined on quantized arrays; use .dequantize() to get the values (matmul and @ are defined)"
 
 

@@ -25,8 +25,8 @@ from .arrays import (
     describe_bytes,
     describe_device,
     html_table,
-    is_operand,
-    undefined,
+    _is_operand,
+    _undefined,
 )
 from .formats import Format
 from .grouped_parts import GroupedPart, ScatteredPart, known, read_sizes, some_sizes
@@ -256,9 +256,7 @@ class GroupedArray:
             raise ValueError(f"split({count}) of {self.num_groups} members: give a number that divides it")
         self._expect_known("split")
         size = self.num_groups // count
-        return [self._some(first, first + size) for first in range(0, size * count, size or 1)][:count] if size else [
-            self._some(0, 0) for _ in range(count)
-        ]
+        return [self._some(i * size, (i + 1) * size) for i in range(count)]
 
     def _some(self, first: int, last: int) -> GroupedArray:
         rows, columns = (some_sizes(sizes, first, last) for sizes in (self.rows, self.columns))
@@ -320,14 +318,14 @@ class GroupedArray:
         return grouped_ops.dequantize(self, source=source, dtype=dtype)
 
     def __matmul__(self, other: Any) -> Any:
-        if not isinstance(other, (GroupedArray, HybridArray)) and not is_operand(other):
+        if not isinstance(other, (GroupedArray, HybridArray)) and not _is_operand(other):
             return NotImplemented
         from . import grouped_ops
 
         return grouped_ops.grouped_matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        if not isinstance(other, HybridArray) and not is_operand(other):
+        if not isinstance(other, HybridArray) and not _is_operand(other):
             return NotImplemented
         from . import grouped_ops
 
@@ -351,7 +349,7 @@ class GroupedArray:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if getattr(ufunc, "__name__", "") != "matmul" or method != "__call__":
-            raise TypeError(undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
+            raise TypeError(_undefined(f"ufunc {getattr(ufunc, '__name__', ufunc)}"))
         if options:
             raise TypeError(f"matmul of quantized arrays takes no {', '.join(options)}; hqarray.matmul has options")
         from . import grouped_ops
@@ -365,7 +363,7 @@ class GroupedArray:
             return 3
         if function is np.size and len(args) + len(kwargs) == 1 and None not in self.shape:
             return prod(n for n in self.shape if n is not None)
-        raise TypeError(undefined(f"numpy.{getattr(function, '__name__', function)}"))
+        raise TypeError(_undefined(f"numpy.{getattr(function, '__name__', function)}"))
 
     # --- pickle and display ---
 

@@ -306,6 +306,28 @@ def zeros_group(
     return GroupedPart(format, layout, sizes, memory, format.measures_amax if has_amax is None else has_amax)
 
 
+def new_parts(
+    k: int, rows: Sizes, row: Format | None, column: Format | None, module: Any = np
+) -> tuple[GroupedPart | None, GroupedPart | None]:
+    """Zero parts of matrices of so many rows and k columns; None for a format that is None."""
+    rowwise = None if row is None else zeros_group(row, "outer", k, rows, module)
+    if column is None:
+        return rowwise, None
+    if rows.each is None:
+        return rowwise, zeros_group(column, "k", k, rows, module)
+    return rowwise, zeros_group(column, "outer", rows.each, Sizes.uniform(rows.num_groups, k), module)
+
+
+def with_sizes(
+    parts: tuple[GroupedPart | None, GroupedPart | None], rows: Sizes
+) -> tuple[GroupedPart | None, GroupedPart | None]:
+    """The parts of row-ragged matrices with other sizes, in the same buffers; uniform ones as they are."""
+    rowwise, columnwise = (
+        part if part is None or rows.each is not None else replace(part, sizes=rows) for part in parts
+    )
+    return rowwise, columnwise
+
+
 def zeros_scattered(
     format: Format, shapes: list[tuple[int, int]], module: Any = np, *, has_amax: bool | None = None
 ) -> ScatteredPart:
