@@ -7,7 +7,7 @@ import the public functions of grouped_ops inside.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from types import NoneType
@@ -22,11 +22,11 @@ from .arrays import (
     PICKLE_VERSION,
     Direction,
     HybridArray,
+    _is_operand,
+    _undefined,
     describe_bytes,
     describe_device,
     html_table,
-    _is_operand,
-    _undefined,
 )
 from .formats import Format
 from .grouped_parts import GroupedPart, ScatteredPart, known, read_sizes, some_sizes
@@ -72,8 +72,9 @@ class GroupedArray:
             raise ValueError("a GroupedArray holds at least one part; pass rowwise= or columnwise=")
         if self.rows.num_groups != self.columns.num_groups:
             raise ValueError(f"rows has {self.rows.num_groups} sizes, columns {self.columns.num_groups}")
-        if not isinstance(self.dtype, np.dtype):
-            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        dtype: Any = self.dtype
+        if not isinstance(dtype, np.dtype):
+            object.__setattr__(self, "dtype", np.dtype(dtype))
         if self.dtype not in NOMINAL:
             raise TypeError(f"the nominal dtype is float32, float16 or bfloat16, not {self.dtype}")
         parts = dict(self.parts())
@@ -236,18 +237,15 @@ class GroupedArray:
     def to_host(self) -> GroupedArray:
         """The same buffers, with sizes that the host knows: what they are now, clamped. Synchronises."""
         rows, columns = known(self.rows), known(self.columns)
-        return self._with(lambda part, sizes: GroupedPart(
-            part.format, part.layout, sizes, part.memory, part.has_amax), rows, columns)
+        return self._with(lambda part, sizes: part.with_sizes(sizes), rows, columns)
 
-    def _with(self, change: Any, rows: Sizes, columns: Sizes) -> GroupedArray:
-        """This array with each GroupedPart changed by change(part, its sizes)."""
-        parts = []
-        for direction, part in zip(DIRECTIONS, (self.rowwise, self.columnwise), strict=True):
-            if isinstance(part, GroupedPart):
-                along_rows = (direction == "rowwise") == (part.layout.ragged == "outer")
-                part = change(part, rows if along_rows else columns)
-            parts.append(part)
-        return GroupedArray(*parts, rows, columns, self.dtype)
+    def _with(self, change: Callable[[Any, Sizes], Part], rows: Sizes, columns: Sizes) -> GroupedArray:
+        """This array with other sizes and each part changed by change(part, sizes of its ragged axis)."""
+        parts = {}
+        for direction, part in self.parts():
+            ragged = "outer" if isinstance(part, ScatteredPart) else part.layout.ragged
+            parts[direction] = change(part, rows if (direction == "rowwise") == (ragged == "outer") else columns)
+        return GroupedArray(parts.get("rowwise"), parts.get("columnwise"), rows, columns, self.dtype)
 
     def split(self, count: int) -> list[GroupedArray]:
         """Count GroupedArrays of num_groups / count members each, over the same buffers."""
@@ -260,11 +258,7 @@ class GroupedArray:
 
     def _some(self, first: int, last: int) -> GroupedArray:
         rows, columns = (some_sizes(sizes, first, last) for sizes in (self.rows, self.columns))
-        if isinstance(next(self.parts())[1], GroupedPart):
-            return self._with(lambda part, sizes: part.some(first, last, sizes), rows, columns)
-        parts = [part.some(first, last) if isinstance(part, ScatteredPart) else None
-                 for part in (self.rowwise, self.columnwise)]
-        return GroupedArray(*parts, rows, columns, self.dtype)
+        return self._with(lambda part, sizes: part.some(first, last, sizes), rows, columns)
 
     def _expect_known(self, wanted_by: str) -> None:
         if not self.is_known:
@@ -275,9 +269,10 @@ class GroupedArray:
 
     def __getitem__(self, index: int) -> HybridArray:
         """One member, as views."""
-        if isinstance(index, (slice, tuple)) or index is None or index is Ellipsis:
-            raise TypeError(f"a GroupedArray is indexed by one integer, not {index!r}; split(n) gives ranges of members")
-        number = operator.index(index)
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise TypeError(f"g[i] takes an integer, not {index!r}; split(n) gives ranges of members") from None
         if not -self.num_groups <= number < self.num_groups:
             raise IndexError(f"member {number} of {self.num_groups}")
         self._expect_known("g[i]")

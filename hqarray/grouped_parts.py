@@ -26,15 +26,18 @@ def read_sizes(sizes: Sizes) -> npt.NDArray[np.int64]:
     if sizes.device is None or sizes.is_known:
         return sizes.values
     stored = sizes.device.get() if hasattr(sizes.device, "get") else sizes.device
-    numbers = np.asarray(stored, np.int64)
-    return np.diff(numbers, prepend=0) if sizes.kind == "ends" else numbers
+    numbers = np.array(stored, np.int64)
+    if sizes.kind == "ends":
+        numbers[1:] -= numbers[:-1].copy()
+    return numbers
 
 
 def clamp(sizes: npt.NDArray[np.int64], capacity: int, alignment: int) -> npt.NDArray[np.int64]:
     """Sizes as kernels take them: negative ones are 0, and what passes the capacity is cut off."""
     sizes = np.clip(sizes, 0, capacity)
     starts = np.minimum(span_starts(Span(1, alignment), sizes)[:-1], capacity)
-    return np.minimum(sizes, capacity - starts)
+    clamped: npt.NDArray[np.int64] = np.minimum(sizes, capacity - starts)
+    return clamped
 
 
 def known(sizes: Sizes) -> Sizes:
@@ -180,6 +183,10 @@ class GroupedPart:
             )
             yield QuantizedArray(self.format, shape, buffers), padded
 
+    def with_sizes(self, sizes: Sizes) -> GroupedPart:
+        """The same buffer, read with other sizes of the same capacity."""
+        return GroupedPart(self.format, self.layout, sizes, self.memory, self.has_amax)
+
     def some(self, first: int, last: int, sizes: Sizes) -> GroupedPart:
         """Members first to last in the same memory; sizes are theirs. All sizes must be known to the host."""
         layout, values = self.layout, self.sizes.values
@@ -203,7 +210,7 @@ class GroupedPart:
     def copy(self) -> GroupedPart:
         """The same in a buffer of its own, laid out anew."""
         layout = self.layout
-        with _on(self.device):
+        with on_device(self.device):
             part = zeros_group(
                 self.format, layout.ragged, layout.each, self.sizes, namespace(self.memory), has_amax=self.has_amax
             )
@@ -263,13 +270,17 @@ class ScatteredPart:
     def members(self) -> list[QuantizedArray]:
         return list(self.parts)
 
-    def some(self, first: int, last: int) -> ScatteredPart:
+    def with_sizes(self, sizes: Sizes) -> ScatteredPart:
+        """Itself: its shapes are known."""
+        return self
+
+    def some(self, first: int, last: int, sizes: Sizes) -> ScatteredPart:
         """Members first to last in the same memory."""
         return ScatteredPart(self.format, self.parts[first:last], self.memory)
 
     def copy(self) -> ScatteredPart:
         """The same in a buffer of its own."""
-        with _on(self.device):
+        with on_device(self.device):
             return scatter(self.format, self.parts, namespace(self.memory))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -289,19 +300,25 @@ def _scale_dtype(format: Format) -> np.dtype[Any]:
     return np.dtype(np.float32 if format.storage.scale == "float32" else np.uint8)
 
 
-def _on(device: Any) -> Any:
+def on_device(device: Any) -> Any:
+    """A context in which arrays are allocated there."""
     return nullcontext() if isinstance(device, str) else device
 
 
 # --- making parts -------------------------------------------------------------------------------
 
 
+def layout_of(format: Format, ragged: Axis, each: int, sizes: Sizes) -> GroupedLayout:
+    """The layout of a part that is no range of another one's members; sizes are of its ragged axis."""
+    alignment = sizes.alignment if ragged == "outer" else 1
+    return grouped_layout(format.storage, sizes.num_groups, ragged, each, sizes.capacity, alignment)
+
+
 def zeros_group(
     format: Format, ragged: Axis, each: int, sizes: Sizes, module: Any = np, *, has_amax: bool | None = None
 ) -> GroupedPart:
     """A part of zero bytes in one allocation; module is numpy or cupy."""
-    alignment = sizes.alignment if ragged == "outer" else 1
-    layout = grouped_layout(format.storage, sizes.num_groups, ragged, each, sizes.capacity, alignment)
+    layout = layout_of(format, ragged, each, sizes)
     memory = memory_of(module.zeros(layout.nbytes, np.uint8))
     return GroupedPart(format, layout, sizes, memory, format.measures_amax if has_amax is None else has_amax)
 
@@ -323,7 +340,7 @@ def with_sizes(
 ) -> tuple[GroupedPart | None, GroupedPart | None]:
     """The parts of row-ragged matrices with other sizes, in the same buffers; uniform ones as they are."""
     rowwise, columnwise = (
-        part if part is None or rows.each is not None else replace(part, sizes=rows) for part in parts
+        part if part is None or rows.each is not None else part.with_sizes(rows) for part in parts
     )
     return rowwise, columnwise
 
