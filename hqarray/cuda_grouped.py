@@ -53,7 +53,8 @@ def groups_of(sizes: Sizes) -> Groups:
 
 def _kernel(launch: traits.Launch, capacity: int, num_groups: int, k: int, device: int) -> Kernel:
     raw = _raw_kernel(launch.source, launch.shared_bytes, device)
-    return Kernel(raw, raw.kernel.ptr, geometry.grouped_grid(launch.tile, capacity, num_groups, k), launch.shared_bytes)
+    grid = geometry.grouped_grid(launch.tile, capacity, num_groups, k)
+    return Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
 
 
 # --- quantize -----------------------------------------------------------------------------------

@@ -226,16 +226,19 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
     float scale[8];
 
     if constexpr (TRANSPOSED) {
-        constexpr int chunks = LINE_BYTES / 16;
-        const i64 first = p.tile_row * LINE_BYTES, lines = (GROUPED ? a.k : round_up(a.k, 16)) - p.tile_column * TILE_COLUMNS;
-        const u8* source = a.codes + p.tile_column * TILE_COLUMNS * a.pitch + first;
+        constexpr int chunks = LINE_BYTES / 16, step = THREADS / chunks, pieces = TILE_COLUMNS / step;
+        const i64 lines = (GROUPED ? a.k : round_up(a.k, 16)) - p.tile_column * TILE_COLUMNS;
+        const int line = threadIdx.x / chunks, byte = threadIdx.x % chunks * 16;
+        const u8* source = a.codes + (p.tile_column * TILE_COLUMNS + line) * a.pitch + p.tile_row * LINE_BYTES + byte;
+        const int stored = p.tile_row * LINE_BYTES + byte < a.pitch ? count_of(lines, 0, TILE_COLUMNS) - line : 0;
+        uint4 piece[pieces];  // loads of codes and scales are all under way before the first is waited for
 #pragma unroll
-        for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
-            const int index = n * THREADS + threadIdx.x, line = index / chunks, byte = index % chunks * 16;
-            if (line < lines && first + byte < a.pitch)
-                *reinterpret_cast<uint4*>(stage + staged(line, byte, LINE_BYTES)) = __ldg(reinterpret_cast<const uint4*>(source + line * a.pitch + byte));
-        }
+        for (int n = 0; n < pieces; ++n)
+            if (n * step < stored) piece[n] = __ldg(reinterpret_cast<const uint4*>(source + n * step * a.pitch));
         if (exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+#pragma unroll
+        for (int n = 0; n < pieces; ++n)
+            if (n * step < stored) *reinterpret_cast<uint4*>(stage + staged(line + n * step, byte, LINE_BYTES)) = piece[n];
         __syncthreads();
         if (ALIGNED && !exists) return;
         u32 words[8][Output::size * 2];
