@@ -87,7 +87,8 @@ def test_tile_holds_whole_blocks_of_both_formats(row, column):
 
 def test_blocks_of_128_and_wide_columns_take_the_square_tile_copied_rows_the_wide_others_the_tall_one():
     for row, column in PAIRS:
-        square = any(row is not None and row.amax_block is not None and row.amax_block[1] == 128 for row in (row, column))
+        blocks = [format.amax_block for format in (row, column) if format is not None]
+        square = any(block is not None and block[1] == 128 for block in blocks)
         square |= column is not None and column.storage.element.bits > 8
         copied = column is None and row is not None and row.storage.element.bits > 8
         tile = geometry.WIDE if copied else geometry.SQUARE if square else geometry.TALL
