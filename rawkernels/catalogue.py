@@ -27,17 +27,15 @@ class Spill:
 
 
 _HELD = Spill(12, "the squares' row codes wait for the turn; 1.08 and 1.05 times the copy on an H200 with it")
-_ONE_REGISTER = Spill(4, "one address, saved once in a thread; sm_120 has not been measured")
+_ADDRESSES = Spill(16, "addresses, saved once in a thread; sm_100 and sm_120 have not been measured")
 
 ALLOWED_SPILLS: dict[tuple[str, str], Spill] = {
     ("quantize nvfp4_16x16 / nvfp4_16x16 bfloat16", "sm_90a"): _HELD,
-    ("quantize nvfp4 / nvfp4 bfloat16", "sm_100a"): Spill(16, "addresses, saved once; sm_100 has not been measured"),
-    ("quantize fp8_block_128x128 / fp8_block_128x128 bfloat16", "sm_120a"): _ONE_REGISTER,
-    ("quantize fp8_block_128x128_pow2 / fp8_block_128x128_pow2 bfloat16", "sm_120a"): _ONE_REGISTER,
-    ("quantize mxfp4 / - bfloat16", "sm_120a"): _ONE_REGISTER,
-    ("quantize - / mxfp4 bfloat16", "sm_120a"): _ONE_REGISTER,
-    ("quantize mxfp4 / mxfp4 bfloat16", "sm_120a"): _ONE_REGISTER,
-    ("quantize fp16 / - bfloat16", "sm_120a"): _ONE_REGISTER,
+    **{(f"quantize {pair} bfloat16", "sm_100a"): _ADDRESSES for pair in ("nvfp4 / -", "nvfp4 / nvfp4")},
+    **{(f"quantize {pair} bfloat16", "sm_120a"): _ADDRESSES for pair in (
+        "fp8_block_128x128 / fp8_block_128x128", "fp8_block_128x128_pow2 / fp8_block_128x128_pow2", "mxfp8 / mxfp8",
+        "mxfp8_e5m2 / mxfp8_e5m2", "mxfp4 / -", "- / mxfp4", "mxfp4 / mxfp4",
+    )},
 }
 """By name and architecture. A main kernel that is not here may spill nothing."""
 

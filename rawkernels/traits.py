@@ -143,7 +143,7 @@ def quantize_launch(
     """The quantize kernel of a pair for an input dtype; grouped: of many matrices."""
     tile = geometry.SQUARE if grouped else geometry.quantize_tile(row, column)
     shared = geometry.quantize_shared_bytes(tile, column) + (geometry.MEMBER_BYTES if grouped else 0)
-    blocks = geometry.min_blocks(dtype, aligned, shared)
+    blocks = 3 if tile is geometry.WIDE else geometry.min_blocks(dtype, aligned, shared)
     spans = {
         "RowScales": None if row is None else scale_span(row.storage, "outer", 8),
         "ColumnCodes": None if column is None else code_span(column.storage, "k", 8, 1),
