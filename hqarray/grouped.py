@@ -29,7 +29,7 @@ from .arrays import (
     html_table,
 )
 from .formats import Format
-from .grouped_parts import GroupedPart, ScatteredPart, known, read_sizes, some_sizes
+from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, read_sizes, some_sizes
 from .groups import Sizes, Span, span_starts
 from .layout import Array, namespace
 
@@ -139,13 +139,14 @@ class GroupedArray:
             return np.minimum(sizes.starts, sizes.capacity)
         assert sizes.device is not None
         module = namespace(sizes.device)
-        stored = sizes.device.astype(np.int64)
-        if sizes.kind == "ends":
-            stored[1:] -= sizes.device[:-1]
-        stored = module.clip(stored, 0, sizes.capacity)
-        offsets = module.zeros(self.num_groups + 1, np.int64)
-        offsets[1:] = module.cumsum(Span(1, sizes.alignment).units(stored))
-        return module.minimum(offsets, sizes.capacity)
+        with on_device(self.device):
+            stored = sizes.device.astype(np.int64)
+            if sizes.kind == "ends":
+                stored[1:] -= sizes.device[:-1]
+            stored = module.clip(stored, 0, sizes.capacity)
+            offsets = module.zeros(self.num_groups + 1, np.int64)
+            offsets[1:] = module.cumsum(Span(1, sizes.alignment).units(stored))
+            return module.minimum(offsets, sizes.capacity)
 
     @property
     def nbytes(self) -> int:

@@ -132,6 +132,8 @@ def _agree(first: Sizes, second: Sizes) -> bool:
     """Whether sizes are equal, as far as the host knows."""
     if first is second or (first.each is not None and first.each == second.each):
         return True
+    if first.host is not None and second.host is not None:
+        return first.host == second.host
     if first.is_known and second.is_known:
         return bool((first.values == second.values).all())
     return first.each is None and second.each is None

@@ -173,7 +173,8 @@ def split_quantize(values: Any, sizes: Any, formats: Any) -> list[HybridArray | 
         if chosen == list(range(first, last + 1)):
             matrix = values[starts[first] : starts[last + 1]]
         else:
-            matrix = namespace(values).concatenate([result[i] for i in chosen])
+            with on_device(values.device):
+                matrix = namespace(values).concatenate([values[starts[i] : starts[i + 1]] for i in chosen])
         group = _quantize(matrix, Sizes.known([rows.values[i] for i in chosen]), pair)
         for i, member in zip(chosen, group, strict=True):
             result[i] = member
@@ -242,10 +243,11 @@ def from_arrays(
     row, column = _resolve(rowwise, columnwise, first.dtype, "from_arrays")
     rows, columns = (_axis([x.shape[axis] for x in arrays]) for axis in (0, 1))
     concatenate = namespace(first).concatenate
-    if columns.each is not None:
-        return _quantize(concatenate(arrays), rows, (row, column))
-    if rows.each is not None:  # the rows of X.T are its columns
-        return _quantize(concatenate([x.T for x in arrays]), columns, (column, row)).T
+    with on_device(first.device):
+        if columns.each is not None:
+            return _quantize(concatenate(arrays), rows, (row, column))
+        if rows.each is not None:  # the rows of X.T are its columns
+            return _quantize(concatenate([x.T for x in arrays]), columns, (column, row)).T
     return _pack([ops.quantize(x, rowwise=row, columnwise=column) for x in arrays], None, None)
 
 
@@ -276,7 +278,8 @@ def _pack(arrays: list[Any], rowwise: Any, columnwise: Any) -> GroupedArray:
                 f"quantize anew: pass None, or plain arrays"
             )
     rows, columns = (_axis([x.shape[axis] for x in arrays]) for axis in (0, 1))
-    row, column = (_packed(arrays, direction, formats.get(direction), rows, columns) for direction in DIRECTIONS)
+    with on_device(first.device):
+        row, column = (_packed(arrays, direction, formats.get(direction), rows, columns) for direction in DIRECTIONS)
     return GroupedArray(row, column, rows, columns, first.dtype)
 
 
@@ -377,7 +380,8 @@ def grouped_matmul(
     if not product.is_one_call:
         return _one_by_one(product, a, b, dtype, out, bias, activation, accumulate, chosen)
     side = out if out is None or not product.is_transposed else out.T
-    target = side if side is None or side.flags.c_contiguous else namespace(side).ascontiguousarray(side)
+    with on_device(a.device):
+        target = side if side is None or side.flags.c_contiguous else namespace(side).ascontiguousarray(side)
     request = product.request(dtype, target, bias, activation, accumulate, chosen)
     result = grouped_gemm.multiply(request) if ordinal < 0 else _multiply_on_gpu(request)
     if out is None:
@@ -435,7 +439,7 @@ def _multiply_on_gpu(request: grouped_gemm.Request) -> Array:
         if not all(sizes.is_known for sizes in (request.m, request.n, request.k)):
             raise
     a = request.a
-    with a.device:
+    with on_device(a.device):
         out = namespace(a.memory).zeros(request.shape, request.dtype) if request.out is None else request.out
     targets = grouped_gemm.views(out, request.m)
     _multiply_each(a, request.b, targets, request.bias, request.activation, request.accumulate, request.engine)
