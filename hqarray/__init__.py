@@ -10,6 +10,8 @@ from .arrays import HybridArray, QuantizedArray
 from .explore import Comparison, compare
 from .formats import ELEMENTS, FORMATS, FP8, MX, NVFP4, Element, Format, FP8Block, HighPrecision, as_format
 from .gemm import Engine
+from .grouped import GroupedArray
+from .grouped_ops import grouped_quantize, split_quantize
 from .linear import linear_backward, linear_forward
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
 from .recipes import RECIPES, Recipe, as_recipe
@@ -28,6 +30,7 @@ __all__ = [
     "Engine",
     "FP8Block",
     "Format",
+    "GroupedArray",
     "HighPrecision",
     "HybridArray",
     "QuantizedArray",
@@ -39,10 +42,12 @@ __all__ = [
     "dequantize",
     "engine_for",
     "fake_quantize",
+    "grouped_quantize",
     "linear_backward",
     "linear_forward",
     "matmul",
     "quantize",
     "requantize",
+    "split_quantize",
     "with_columnwise",
 ]

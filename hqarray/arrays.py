@@ -143,10 +143,11 @@ class QuantizedArray:
         return _unpickle_part, (PICKLE_VERSION, self.format.name, self.shape, *(_dense(array) for array in arrays))
 
     def __repr__(self) -> str:
-        return f"QuantizedArray({self.shape} {self.format.name}, {_device(self.device)}, {_bytes(self.nbytes)})"
+        where = f"{describe_device(self.device)}, {describe_bytes(self.nbytes)}"
+        return f"QuantizedArray({self.shape} {self.format.name}, {where})"
 
     def _repr_html_(self) -> str:
-        return _html_table("QuantizedArray", [("shape", str(self.shape)), *_part_rows("part", self)])
+        return html_table("QuantizedArray", [("shape", str(self.shape)), *_part_rows("part", self)])
 
 
 _PART = (QuantizedArray, NoneType)
@@ -220,7 +221,7 @@ class HybridArray:
             name, part = next((n, p) for n, p in zip(DIRECTIONS, given, strict=True) if not isinstance(p, _PART))
             raise TypeError(f"{name} is a QuantizedArray, not {type(part).__name__}; quantize(x, {name}=...) makes one")
         if rows is not None and columns is not None and rows.ordinal != columns.ordinal:
-            places = f"rowwise on {_device(rows.device)} and columnwise on {_device(columns.device)}"
+            places = f"rowwise on {describe_device(rows.device)} and columnwise on {describe_device(columns.device)}"
             raise ValueError(f"both parts of a HybridArray lie on one device, not {places}; move one")
         matrix = rows.shape if rows is not None else columns.shape[::-1]  # type: ignore[union-attr]
         if columns is not None and columns.shape != matrix[::-1]:
@@ -399,16 +400,16 @@ class HybridArray:
         parts = "".join(f", {direction}={part.format.name}" for direction, part in self.parts())
         source = f", {self.derived} derived" if self.derived else ""
         return (
-            f"HybridArray({self.shape} {self.dtype.name}{parts}{source}, {_device(self.device)}, "
-            f"{_bytes(self.nbytes)})"
+            f"HybridArray({self.shape} {self.dtype.name}{parts}{source}, {describe_device(self.device)}, "
+            f"{describe_bytes(self.nbytes)})"
         )
 
     def _repr_html_(self) -> str:
-        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", _device(self.device))]
+        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", describe_device(self.device))]
         for direction, part in self.parts():
             rows += _part_rows(direction, part)
         rows += [("columnwise source", self.columnwise_source)] if self.columnwise is not None else []
-        return _html_table("HybridArray", [*rows, ("bytes", _bytes(self.nbytes))])
+        return html_table("HybridArray", [*rows, ("bytes", describe_bytes(self.nbytes))])
 
 
 def _unpickle_hybrid(
@@ -439,11 +440,11 @@ def _undefined(what: str) -> str:
     return f"{what} is not defined on quantized arrays; use .dequantize() to get the values (matmul and @ are defined)"
 
 
-def _device(device: Any) -> str:
+def describe_device(device: Any) -> str:
     return device if isinstance(device, str) else f"cuda:{device.id}"
 
 
-def _bytes(count: int) -> str:
+def describe_bytes(count: int) -> str:
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -455,10 +456,10 @@ def _bytes(count: int) -> str:
 def _part_rows(name: str, part: QuantizedArray) -> list[tuple[str, str]]:
     num_scales = part.format.storage.num_scales(part.shape)
     scales = f", scales {num_scales} {part.format.storage.scale}" if num_scales != (0, 0) else ""
-    return [(name, f"{part.format.name} {part.shape}{scales}, {_bytes(part.nbytes)}")]
+    return [(name, f"{part.format.name} {part.shape}{scales}, {describe_bytes(part.nbytes)}")]
 
 
-def _html_table(title: str, rows: list[tuple[str, str]]) -> str:
+def html_table(title: str, rows: list[tuple[str, str]]) -> str:
     from html import escape
 
     body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)

@@ -86,7 +86,8 @@ class Span:
 
     def units(self, sizes: Any) -> Any:
         """Of a size or an array of them."""
-        return -(-(-(-sizes // self.divide)) // self.multiple) * self.multiple
+        blocks = -(-sizes // self.divide)
+        return -(-blocks // self.multiple) * self.multiple
 
     def most(self, capacity: int, num_groups: int) -> int:
         """Bytes that members of up to `capacity` together can take."""

@@ -12,6 +12,7 @@ import numpy as np
 from . import reference
 from .arrays import HybridArray, QuantizedArray
 from .formats import BFLOAT16, Format
+from .grouped import GroupedArray
 from .layout import Array, namespace
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64))
@@ -59,8 +60,8 @@ def as_array(values: Any, what: str) -> Array:
 
 
 def _by_dlpack(values: Any, what: str) -> Array:
-    if isinstance(values, HybridArray):
-        raise TypeError(f"{what} is a HybridArray already; .dequantize() gives its values")
+    if isinstance(values, (HybridArray, GroupedArray)):
+        raise TypeError(f"{what} is a {type(values).__name__} already; .dequantize() gives its values")
     if isinstance(values, QuantizedArray):
         raise TypeError(f"{what} is one part of an array; wrap it: HybridArray(rowwise=part)")
     if not hasattr(values, "__dlpack__"):
@@ -89,7 +90,11 @@ def as_hybrid(array: Any, what: str) -> HybridArray:
     """Raises TypeError for anything but a HybridArray, and says how to make one."""
     if isinstance(array, HybridArray):
         return array
-    remedy = "wrap it: HybridArray(rowwise=part)" if isinstance(array, QuantizedArray) else "quantize(x, ...) makes one"
+    remedy = "quantize(x, ...) makes one"
+    if isinstance(array, QuantizedArray):
+        remedy = "wrap it: HybridArray(rowwise=part)"
+    elif isinstance(array, GroupedArray):
+        remedy = "g[i] is one; grouped_quantize(..., out=g) quantizes into the buffers of all"
     raise TypeError(f"{what} takes a HybridArray, not {type(array).__name__}; {remedy}")
 
 

@@ -12,6 +12,7 @@ from . import gemm, reference
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
 from .formats import Format, as_format
+from .grouped import GroupedArray
 from .inputs import (
     FLOATS,
     as_amax,
@@ -134,14 +135,16 @@ def fake_quantize(values: Any, format: Format | str, *, amax: Any = None) -> Arr
 # --- decode -------------------------------------------------------------------------------------
 
 
-def dequantize(array: HybridArray, *, source: Direction | None = None, dtype: Any = None) -> Array:
+def dequantize(array: HybridArray | GroupedArray, *, source: Direction | None = None, dtype: Any = None) -> Array:
     """Decode to values of array's shape.
 
     source  "rowwise" or "columnwise"; default the part with more significand bits, rowwise on a tie, and always
             the other one where a part was derived from it
     dtype   float32, float16 or bfloat16; default the array's nominal dtype
-    Raises ValueError where the source is missing.
+    Raises ValueError where the source is missing. Of a GroupedArray: see GroupedArray.dequantize.
     """
+    if isinstance(array, GroupedArray):
+        return array.dequantize(source=source, dtype=dtype)
     array = as_hybrid(array, "dequantize")
     if source not in (None, "rowwise", "columnwise"):
         raise ValueError(f"source={source!r} is not 'rowwise' or 'columnwise'")
@@ -234,8 +237,15 @@ def matmul(
     Operands are exact; sums are float32, so row i of the result is within about k * 2^-24 * sum |a_ik b_kj| of the
     exact product, plus one rounding to out_dtype.
     Raises ValueError for shapes that do not match or a missing part, TypeError for a dtype it cannot use.
+    Two GroupedArrays are multiplied member by member, in one call: see grouped_ops.grouped_matmul.
     """
     choices = (out_dtype, activation, accumulate, engine)
+    if isinstance(a, GroupedArray) or isinstance(b, GroupedArray):
+        from . import grouped_ops
+
+        return grouped_ops.grouped_matmul(
+            a, b, out=out, out_dtype=out_dtype, bias=bias, activation=activation, accumulate=accumulate, engine=engine
+        )
     if _gpu_of(_memory_type(a)) is not None:
         done = _gpu_gemm().warm(a, b, out, bias, choices)
         if done is not None:
@@ -399,6 +409,10 @@ def _out_dtype(left: gemm.Operand, right: gemm.Operand, out: Any, out_dtype: Any
 
 def engine_for(a: Any, b: Any) -> gemm.Engine:
     """What `a @ b` would be multiplied by, and why, without multiplying."""
+    if isinstance(a, GroupedArray) or isinstance(b, GroupedArray):
+        from . import grouped_ops
+
+        return grouped_ops.engine_for(a, b)
     gpu = _gpu_module(a, b)
     a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
     _check_shapes(a, b)

@@ -196,8 +196,24 @@ HQ_FN void store_shifted(char* target, const u32* words, int lane, int columns, 
     }
 }
 
-HQ_FN void store_row(char* target, const u32* words, int lane, int columns, bool stored) {
-    if (!ALIGNED) store_shifted(target, words, lane, columns, stored);
+// 8 float32: two neighbours exchange halves, so that one store of theirs fills a sector of 32 bytes. For whole warps.
+HQ_FN void store_exchanged(char* target, const u32* words) {
+    const bool odd = threadIdx.x & 1;
+    u32 first[4], second[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const u32 other = __shfl_xor_sync(~0u, odd ? words[w] : words[4 + w], 1);
+        first[w] = odd ? other : words[w];
+        second[w] = odd ? words[4 + w] : other;
+    }
+    uint4* vectors = reinterpret_cast<uint4*>(target) - (odd ? 1 : 0);
+    vectors[0] = make_uint4(first[0], first[1], first[2], first[3]);
+    vectors[2] = make_uint4(second[0], second[1], second[2], second[3]);
+}
+
+HQ_FN void store_row(char* target, const u32* words, const Place& p, int columns, bool stored) {
+    if (!ALIGNED) store_shifted(target, words, p.tx, columns, stored);
+    else if (Output::size == 4 && p.full) store_exchanged(target, words);
     else if (stored) store_values(target, words, columns);
 }
 
@@ -226,16 +242,19 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
     float scale[8];
 
     if constexpr (TRANSPOSED) {
-        constexpr int chunks = LINE_BYTES / 16;
-        const i64 first = p.tile_row * LINE_BYTES, lines = (GROUPED ? a.k : round_up(a.k, 16)) - p.tile_column * TILE_COLUMNS;
-        const u8* source = a.codes + p.tile_column * TILE_COLUMNS * a.pitch + first;
+        constexpr int chunks = LINE_BYTES / 16, step = THREADS / chunks, pieces = TILE_COLUMNS / step;
+        const i64 lines = (GROUPED ? a.k : round_up(a.k, 16)) - p.tile_column * TILE_COLUMNS;
+        const int line = threadIdx.x / chunks, byte = threadIdx.x % chunks * 16;
+        const u8* source = a.codes + (p.tile_column * TILE_COLUMNS + line) * a.pitch + p.tile_row * LINE_BYTES + byte;
+        const int stored = p.tile_row * LINE_BYTES + byte < a.pitch ? count_of(lines, 0, TILE_COLUMNS) - line : 0;
+        uint4 piece[pieces];  // loads of codes and scales are all under way before the first is waited for
 #pragma unroll
-        for (int n = 0; n < TILE_COLUMNS * chunks / THREADS; ++n) {
-            const int index = n * THREADS + threadIdx.x, line = index / chunks, byte = index % chunks * 16;
-            if (line < lines && first + byte < a.pitch)
-                *reinterpret_cast<uint4*>(stage + staged(line, byte, LINE_BYTES)) = __ldg(reinterpret_cast<const uint4*>(source + line * a.pitch + byte));
-        }
+        for (int n = 0; n < pieces; ++n)
+            if (n * step < stored) piece[n] = __ldg(reinterpret_cast<const uint4*>(source + n * step * a.pitch));
         if (exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+#pragma unroll
+        for (int n = 0; n < pieces; ++n)
+            if (n * step < stored) *reinterpret_cast<uint4*>(stage + staged(line + n * step, byte, LINE_BYTES)) = piece[n];
         __syncthreads();
         if (ALIGNED && !exists) return;
         u32 words[8][Output::size * 2];
@@ -254,7 +273,7 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-            store_row(target + r * a.row_bytes, words[r], p.tx, columns, r < rows);
+            store_row(target + r * a.row_bytes, words[r], p, columns, r < rows);
     } else {
         if (ALIGNED && !exists) return;
         const u8* source = a.codes + p.row0 * a.pitch + p.column0 * WORDS / 2;
@@ -273,7 +292,7 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
             for (int pair = 0; pair < 4; ++pair)
                 put_pair<Output>(words, pair, scaled<Part>(line.value(2 * pair), scale[r], global_scale),
                                  scaled<Part>(line.value(2 * pair + 1), scale[r], global_scale));
-            store_row(target + r * a.row_bytes, words, p.tx, columns, r < rows);
+            store_row(target + r * a.row_bytes, words, p, columns, r < rows);
         }
     }
 }

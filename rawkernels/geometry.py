@@ -36,6 +36,8 @@ def quantize_tile(row: Format | None, column: Format | None) -> Tile:
         return SQUARE
     if column is not None and column.storage.element.stored_bits > 8:
         return SQUARE
+    if column is None and row is not None and row.storage.element.stored_bits > 8:
+        return WIDE
     return TALL
 
 

@@ -1,0 +1,239 @@
+"""The operations of reference_grouped.py on CuPy: all members in one launch, their sizes read on the device.
+
+Nothing synchronises and the host reads no size. Sizes that it knows are copied to the device once for each list.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
+import numpy as np
+from cupy.cuda import alloc  # noqa: TID253
+from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
+
+from .cuda import MOST_PLANS, Kernel, _narrowed, _on_device_of, _raw_kernel, stream_of
+from .formats import Format
+from .grouped_parts import GroupedPart, layout_of, with_sizes
+from .groups import SIZE_KINDS, GroupedLayout, Sizes, Span, code_span, scale_span
+from .layout import Array
+from .rawkernels import geometry, traits
+
+# Structs of the kernels: every field takes eight bytes.
+_QUANTIZE = struct.Struct("=36q")
+_AMAX = struct.Struct("=12q")
+_DEQUANTIZE = struct.Struct("=17q")
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _uploaded(host: tuple[int, ...], device: int) -> Array:
+    """Sizes that the host knows, on the current device."""
+    return cupy.array(host, np.int64)
+
+
+Groups: TypeAlias = tuple[int, int, int, int, int, int]
+
+
+def groups_of(sizes: Sizes) -> Groups:
+    """`Groups` of group.cuh; the arrays that it points to belong to the sizes, or to this module."""
+    pointer, kind = 0, sizes.kind
+    if sizes.each is None:
+        array = sizes.device
+        if array is None:
+            assert sizes.host is not None
+            array, kind = _uploaded(sizes.host, getDevice()), "int64"
+        pointer = array.data.ptr
+    return (pointer, SIZE_KINDS.index(kind), sizes.num_groups, sizes.each or 0, sizes.capacity, sizes.alignment)
+
+
+def _kernel(launch: traits.Launch, capacity: int, num_groups: int, k: int, device: int) -> Kernel:
+    raw = _raw_kernel(launch.source, launch.shared_bytes, device)
+    grid = geometry.grouped_grid(launch.tile, capacity, num_groups, k)
+    return Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
+
+
+# --- quantize -----------------------------------------------------------------------------------
+
+
+def _unit(span: Span | None) -> int:
+    return 0 if span is None else span.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One direction of a plan: where the kernel writes a part."""
+
+    format: Format
+    layout: GroupedLayout
+    is_along_rows: bool  # the part's own sizes are those of the rows
+    each: Sizes          # else these
+    pitch16: int
+    scale_pitch: int
+    codes_unit: int
+    scales_unit: int
+
+    @staticmethod
+    def of(format: Format, rows: Sizes, k: int, *, columnwise: bool) -> _Part:
+        storage, columns = format.storage, Sizes.uniform(rows.num_groups, k)
+        is_along_rows = not columnwise or rows.each is None
+        if not columnwise:
+            layout = layout_of(format, "outer", k, rows)
+        elif rows.each is None:
+            layout = layout_of(format, "k", k, rows)
+        else:
+            layout = layout_of(format, "outer", rows.each, columns)
+        # a member's matrix is (rows, k) to the kernel, and rows are what may be ragged, in either direction
+        axis = "k" if columnwise else "outer"
+        codes, scales = code_span(storage, axis, k, 1), scale_span(storage, axis, k)  # type: ignore[arg-type]
+        scale_pitch = 0
+        if scales is not None:  # of the direction whose scales have one pitch for all members
+            scale_pitch = scales.nbytes // (4 if storage.scale == "float32" else 1)
+        return _Part(format, layout, is_along_rows, columns, codes.nbytes // 16, scale_pitch, codes.nbytes,
+                     _unit(scales))
+
+    def empty(self, rows: Sizes) -> GroupedPart:
+        """A part in one allocation whose bytes are all written by the kernel that makes it."""
+        sizes = rows if self.is_along_rows else self.each
+        return GroupedPart(self.format, self.layout, sizes, alloc(self.layout.nbytes), self.format.measures_amax)
+
+    def output(self, part: GroupedPart) -> tuple[int, int, int, int, int, int]:
+        """`Output` of quantize.cu."""
+        layout, base = self.layout, part.memory.ptr
+        return (base, self.pitch16, base + layout.scales_offset, self.scale_pitch, base + layout.global_scale_offset,
+                base + layout.amax_offset if part.has_amax else 0)
+
+    @property
+    def segments(self) -> tuple[int, int, int, int]:
+        """`Segments` of quantize.cu; scales that are one a member are all written."""
+        layout = self.layout
+        scales_end = 0 if layout.scales is None else layout.global_scale_offset - layout.scales_offset
+        return self.codes_unit, self.scales_unit, layout.scales_offset, scales_end
+
+
+_NO_OUTPUT, _NO_SEGMENTS = (0,) * 6, (0,) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One call of quantize_groups but for its pointers."""
+
+    kernel: Kernel
+    amax: Kernel | None
+    rows: _Part | None
+    columns: _Part | None
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None) -> _Plan:
+    device, row_bytes, k = values.data.device_id, values.strides[0], values.shape[1]
+    aligned = (values.data.ptr | row_bytes) % 16 == 0
+    key = (row, column, k, values.dtype, aligned, rows.num_groups, rows.each, rows.capacity, rows.alignment, device)
+    plan = _plans.get(key)
+    if plan is None:
+        place = (rows.capacity, rows.num_groups, k, device)
+        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True), *place)
+        amax = None
+        if any(format is not None and format.measures_amax for format in (row, column)):
+            amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        parts = (None if format is None else _Part.of(format, rows, k, columnwise=columnwise)
+                 for format, columnwise in ((row, False), (column, True)))
+        plan = _plans[key] = _Plan(kernel, amax, *parts)
+    return plan
+
+
+def _readable(values: Array) -> Array:
+    """The matrix with contiguous rows."""
+    if values.dtype.itemsize == 8:
+        return _narrowed(values)
+    if values.strides[1] == values.dtype.itemsize or values.shape[1] <= 1:
+        return values
+    return cupy.ascontiguousarray(values)
+
+
+def quantize_groups(
+    values: Array, rows: Sizes, row: Format | None, column: Format | None, whole: Array | None = None,
+    out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Array | None = None,
+) -> tuple[GroupedPart | None, GroupedPart | None]:
+    """See reference_grouped.quantize_groups: one launch, and one before it where an amax is measured."""
+    with _on_device_of(values.data):
+        values = _readable(values)
+        plan = _plan(values, rows, row, column)
+        if out is not None:
+            parts = with_sizes(out, rows)
+        else:
+            parts = (None if plan.rows is None else plan.rows.empty(rows),
+                     None if plan.columns is None else plan.columns.empty(rows))
+        if rows.num_groups:
+            _launch(plan, values, rows, parts, whole, noop, zeros_rest=out is None)
+    return parts
+
+
+def _launch(
+    plan: _Plan, values: Array, rows: Sizes, parts: tuple[GroupedPart | None, GroupedPart | None],
+    whole: Array | None, noop: Array | None, *, zeros_rest: bool,
+) -> None:
+    stream, groups = stream_of(values.data.device_id), groups_of(rows)
+    pointer, row_bytes, k = values.data.ptr, values.strides[0], values.shape[1]
+    flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
+    rowwise, columnwise = parts
+    if plan.amax is not None:
+        if whole is not None:
+            whole_pointer = whole.data.ptr
+        else:
+            part = rowwise if rowwise is not None and rowwise.has_amax else columnwise
+            whole_pointer = part.memory.ptr + part.layout.work_offset  # type: ignore[union-attr]
+            memsetAsync(whole_pointer, 0, 4 * rows.num_groups, stream)
+            plan.amax.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, whole_pointer, flag, *groups)
+            measured = 1
+    plan.kernel.launch(
+        stream, _QUANTIZE, pointer, row_bytes, rows.capacity, k, whole_pointer, flag,
+        *(_NO_OUTPUT if rowwise is None else plan.rows.output(rowwise)),  # type: ignore[union-attr]
+        *(_NO_OUTPUT if columnwise is None else plan.columns.output(columnwise)),  # type: ignore[union-attr]
+        measured, rows.capacity, k, *groups,
+        *(_NO_SEGMENTS if plan.rows is None else plan.rows.segments),
+        *(_NO_SEGMENTS if plan.columns is None else plan.columns.segments),
+        int(zeros_rest),
+    )
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _dequantize_kernel(format: Format, dtype: str, transposed: bool, capacity: int, num_groups: int, k: int,
+                       device: int) -> Kernel:
+    aligned = k * (4 if dtype == "float32" else 2) % 16 == 0
+    launch = traits.dequantize_launch(format.storage, dtype, transposed, aligned, grouped=True)
+    return _kernel(launch, capacity, num_groups, k, device)
+
+
+def dequantize_groups(part: GroupedPart, dtype: np.dtype[Any], *, transposed: bool = False) -> Array:
+    """See reference_grouped.dequantize_groups."""
+    layout, sizes = part.layout, part.sizes
+    columnwise = layout.ragged == "k"  # then the ragged axis comes first in the transposed values alone
+    if transposed != columnwise:
+        return dequantize_groups(part, dtype, transposed=columnwise).T
+    storage, k, base = part.format.storage, layout.each, part.memory.ptr
+    with _on_device_of(part.memory):
+        values = cupy.ndarray((sizes.capacity, k), dtype)
+        if values.size:
+            device = part.memory.device_id
+            kernel = _dequantize_kernel(part.format, dtype.name, columnwise, sizes.capacity, sizes.num_groups, k, device)
+            scale_pitch = 0
+            if layout.scales is not None:
+                scale_pitch = layout.scales.nbytes // (4 if storage.scale == "float32" else 1)
+            kernel.launch(
+                stream_of(device), _DEQUANTIZE, base, layout.codes.nbytes, base + layout.scales_offset, scale_pitch,
+                base + layout.global_scale_offset, values.data.ptr, values.strides[0], sizes.capacity, k,
+                *groups_of(sizes), layout.codes.nbytes, _unit(layout.scales),
+            )
+    return values

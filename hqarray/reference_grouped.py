@@ -1,0 +1,58 @@
+"""Quantize and decode groups on NumPy: member by member as reference.py does, into the layout of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import reference
+from .formats import Format
+from .grouped_parts import GroupedPart, known, new_parts, with_sizes
+from .groups import Sizes
+from .reference import Floats, Values
+
+
+def quantize_groups(
+    values: Values, rows: Sizes, row: Format | None, column: Format | None, whole: Floats | None = None,
+    out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Any = None,
+) -> tuple[GroupedPart | None, GroupedPart | None]:
+    """The rowwise and the columnwise part of matrices stacked along rows; None for a format that is None.
+
+    values  (capacity, k); member i is the rows from rows.starts[i]
+    whole   float32 (num_groups,) amaxes to use where a format has one per matrix; None measures them
+    out     parts to write into, their sizes aside; rows of no member are left as they are, and so is scale padding
+    noop    nothing is written where it is not zero
+    Sizes that the host does not know (ends, or what a device array holds) are read and clamped.
+    """
+    rows = known(rows)
+    parts = new_parts(values.shape[1], rows, row, column) if out is None else with_sizes(out, rows)
+    if noop is not None and np.asarray(noop).reshape(()):
+        return parts
+    starts = np.minimum(rows.starts[:-1], rows.capacity).tolist()
+    none = [(None, None)] * rows.num_groups
+    pairs = zip(*(none if part is None else part.padded_members() for part in parts), strict=True)
+    for i, (start, size, members) in enumerate(zip(starts, rows.values.tolist(), pairs, strict=True)):
+        for part, padded in members:
+            if part is not None:  # sizes move the members about in a buffer, and with them the padding of their rows
+                padded[:, part.codes.shape[1] :] = 0
+        one = None if whole is None else whole[i : i + 1]
+        reference.requantize_parts(members[0][0], members[1][0], values[start : start + size], None, one)
+    return parts
+
+
+def dequantize_groups(part: GroupedPart, dtype: np.dtype[Any], *, transposed: bool = False) -> Values:
+    """The stacked values of a part: ragged "outer" (capacity, k), ragged "k" (outer, capacity); values of no member 0.
+
+    transposed  the transpose of that: of a columnwise part the values X, stacked
+    """
+    layout, sizes = part.layout, part.sizes
+    along_rows = (layout.ragged == "outer") != transposed
+    shape = (sizes.capacity, layout.each) if along_rows else (layout.each, sizes.capacity)
+    result = np.zeros(shape, dtype)
+    starts = np.minimum(sizes.starts[:-1], sizes.capacity).tolist()
+    for member, start, size in zip(part.members(), starts, sizes.values.tolist(), strict=True):
+        one = slice(start, start + size)
+        out = result[one] if along_rows else result[:, one]
+        reference.dequantize_part(member, dtype, out, transposed=transposed)
+    return result
