@@ -21,8 +21,8 @@ struct GroupGemmArguments {
     Target targets[TARGETS];
     i64 ragged;
     i64 m, n, k;          // of every member; the ragged one is not read
-    i64 k_unit, k_terms;  // k is given as k_terms * round_up(k, k_unit)
-    i64 pitch_a, pitch_b, pitch_d;  // of cuBLASLt's; 0: k as given
+    i64 k_unit, k_terms;  // k is given as k_terms * round_up(k, k_unit), which is the pitch of both operands too
+    i64 pitch;            // of D, in elements
     char* arrays;         // TARGETS arrays of pointers, then rows, columns and pitches of A, B and D, each on 16 bytes
     char* rest;           // stacked rows of the result, whose end is zeroed; null: nothing is
     i64 row_bytes;
@@ -84,7 +84,7 @@ HQ_FN void set_up(const GroupGemmArguments& a) {
         const i64 k = a.k_terms * round_up(a.ragged == K ? size : a.k, a.k_unit);
         const i64 pitch = k ? k : a.k_unit;  // never 0
         const i64 values[3 * DIMENSIONS] = {
-            k, a.n, a.pitch_a ? a.pitch_a : pitch, k, m, a.pitch_b ? a.pitch_b : pitch, a.n, m, a.pitch_d,
+            k, a.n, pitch, k, m, pitch, a.n, m, a.pitch,
         };
 #pragma unroll
         for (int d = 0; d < 3 * DIMENSIONS; ++d) dimensions[d * count + i] = int(values[d]);

@@ -173,7 +173,7 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
     """The dequantize kernel of a storage to an output dtype; grouped: of many matrices."""
     tile = geometry.dequantize_tile(storage, transposed)
     shared = geometry.dequantize_shared_bytes(tile, storage, transposed)
-    ragged = "k" if transposed else "outer"
+    ragged: Axis = "k" if transposed else "outer"
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(tile, aligned, geometry.dequantize_min_blocks(storage, dtype, transposed, shared))
