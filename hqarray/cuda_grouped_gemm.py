@@ -354,7 +354,7 @@ def _key(request: Request) -> Key:
         id(a.layout), id(b.layout), memory.device_id, (memory.ptr | other.ptr) & 15, request.ragged, m.capacity,
         m.alignment, k.capacity, b.sizes.capacity, request.dtype, None if out is None else out.data.ptr & 15,
         None if bias is None else (bias.dtype, bias.strides), request.activation, request.accumulate, engine.name,
-        engine.fast_accumulate,
+        engine.fast_accumulate, engine.reason == "asked for",
     )
 
 
