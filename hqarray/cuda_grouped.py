@@ -227,7 +227,8 @@ def dequantize_groups(part: GroupedPart, dtype: np.dtype[Any], *, transposed: bo
         values = cupy.ndarray((sizes.capacity, k), dtype)
         if values.size:
             device = part.memory.device_id
-            kernel = _dequantize_kernel(part.format, dtype.name, columnwise, sizes.capacity, sizes.num_groups, k, device)
+            place = (sizes.capacity, sizes.num_groups, k, device)
+            kernel = _dequantize_kernel(part.format, dtype.name, columnwise, *place)
             scale_pitch = 0
             if layout.scales is not None:
                 scale_pitch = layout.scales.nbytes // (4 if storage.scale == "float32" else 1)

@@ -93,9 +93,9 @@ def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) 
     """The kernels over many matrices, for bfloat16 rows on 16 bytes."""
     yield Specialisation("amax of groups", traits.amax_launch("bfloat16", True, grouped=True).source, True)
     for name, row in formats:
-        for pair in ((row, None), (None, row), (row, row)):
-            source = traits.quantize_launch(*pair, "bfloat16", True, grouped=True).source
-            names = " / ".join("-" if format is None else name for format in pair)
+        for first, second in ((row, None), (None, row), (row, row)):
+            source = traits.quantize_launch(first, second, "bfloat16", True, grouped=True).source
+            names = " / ".join("-" if format is None else name for format in (first, second))
             yield Specialisation(f"quantize groups {names}", source, False)
     for storage, name in storages.items():
         for transposed in (False, True):

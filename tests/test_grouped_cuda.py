@@ -127,7 +127,7 @@ def test_sizes_on_a_device_are_not_trusted(cupy):
                                 columnwise="fp8_e4m3")
         with pytest.raises(ValueError, match="group"):
             g.validate()
-        clamped = [n for n in g.to_host().rows.values]
+        clamped = list(g.to_host().rows.values)
         assert_same(g, hq.grouped_quantize(x, clamped, rowwise="mxfp8", columnwise="fp8_e4m3"))
     assert bool((guard == 0x5A).all())
 

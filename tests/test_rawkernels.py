@@ -85,11 +85,25 @@ def test_tile_holds_whole_blocks_of_both_formats(row, column):
             assert length % block[1] == 0
 
 
-def test_blocks_of_128_and_wide_columns_take_the_square_tile_others_the_tall_one():
+def test_blocks_of_128_and_wide_columns_take_the_square_tile_copied_rows_the_wide_others_the_tall_one():
     for row, column in PAIRS:
-        wide = any(row is not None and row.amax_block is not None and row.amax_block[1] == 128 for row in (row, column))
-        wide |= column is not None and column.storage.element.bits > 8
-        assert geometry.quantize_tile(row, column) == (geometry.SQUARE if wide else geometry.TALL)
+        square = any(row is not None and row.amax_block is not None and row.amax_block[1] == 128 for row in (row, column))
+        square |= column is not None and column.storage.element.bits > 8
+        copied = column is None and row is not None and row.storage.element.bits > 8
+        tile = geometry.WIDE if copied else geometry.SQUARE if square else geometry.TALL
+        assert geometry.quantize_tile(row, column) == tile
+
+
+def test_a_grid_of_groups_has_a_tile_for_each_end_and_one_behind():
+    rng = np.random.default_rng(0)
+    for tile in (geometry.SQUARE, geometry.WIDE):
+        for num_groups in (1, 7, 64, 1000):
+            for capacity in (0, 1, 4096, 100_000):
+                columns, y, z = geometry.grouped_grid(tile, capacity, num_groups, 4096)
+                sizes = rng.multinomial(capacity, np.ones(num_groups) / num_groups)
+                assert y * z > sum(-(-sizes // tile.rows))
+                assert columns * tile.columns >= 4096
+                assert y <= geometry.MAX_GRID_Y
 
 
 def test_shared_memory_fits_every_chip_and_leaves_room_for_l1():
