@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -136,10 +137,10 @@ def test_the_numbers_are_those_of_the_bindings():
 
 @named(("version", "chip", "change", "reason"), [
     (130500, (9, 0), {}, None),
-    (130400, (9, 0), {}, r"13\.4\.0 .* no grouped FP8 with a scale for each member for sm_90; install nvidia-cublas>=13\.5"),
+    (130400, (9, 0), {}, r"13\.4\.0 .* grouped FP8 with a scale for each member for sm_90; install .*>=13\.5"),
     (130400, (9, 0), {"scales": ("VEC128_32F", "BLK128x128_32F")}, None),
     (130400, (9, 0), {"a": "bfloat16", "b": "bfloat16", "scales": None}, None),
-    (130300, (9, 0), {"a": "bfloat16", "b": "bfloat16", "scales": None}, r"install nvidia-cublas>=13\.4 .* sizes on the host"),
+    (130300, (9, 0), {"a": "bfloat16", "b": "bfloat16", "scales": None}, r"install nvidia-cublas>=13\.4 "),
     (130100, (9, 0), {}, r"cuBLASLt 13\.1\.0 \(.*\) has no grouped"),
     (130300, (10, 0), {"a": "bfloat16", "b": "bfloat16", "scales": None}, None),
     (130500, (11, 0), {"a": "bfloat16", "b": "bfloat16", "scales": None}, None),
@@ -155,12 +156,7 @@ def test_what_is_missing_is_named_with_the_remedy(version, chip, change, reason)
         assert actual is None
     else:
         assert actual is not None
-        pytest.raises(Unavailable, lambda: _raise(actual)).match(reason)
-        assert "sizes on the host" in actual
-
-
-def _raise(text):
-    raise Unavailable(text)
+        assert re.search(reason, actual) and "sizes on the host" in actual
 
 
 def test_bindings_without_grouped_layouts_are_named():
@@ -216,8 +212,8 @@ def arrays_of(groups, targets, ragged, m, n, k, k_unit, k_terms, pitch, stored):
     for size in sizes:
         rows = size if ragged == 1 else m
         depth = k_terms * round_up(size if ragged == 2 else k, k_unit)
-        for matrix, of_one in zip(dimensions, ((depth, n, depth or k_unit), (depth, rows, depth or k_unit), (n, rows, pitch)),
-                                  strict=True):
+        both = depth or k_unit  # the pitch of both operands
+        for matrix, of_one in zip(dimensions, ((depth, n, both), (depth, rows, both), (n, rows, pitch)), strict=True):
             matrix.append(of_one)
     return pointers, dimensions
 
@@ -253,10 +249,11 @@ def machine(monkeypatch):
     monkeypatch.setattr(cuda, "stream_of", lambda device: 9)
     for name, value in {
         "_plans": {}, "_calls": {}, "_kernel": kernels.kernel, "getDevice": lambda: 0, "chip_of": lambda device: HOPPER,
-        "streamIsCapturing": lambda stream: machine.is_capturing, "alloc": lambda nbytes: SimpleNamespace(ptr=next(taken)),
+        "streamIsCapturing": lambda stream: machine.is_capturing,
+        "alloc": lambda nbytes: SimpleNamespace(ptr=next(taken)),
         "_constants": lambda device: (50, 51), "workspace": lambda *place: machine.workspaces.append(place) or 777,
         "memsetAsync": lambda *values: machine.memsets.append(values), "_captured": [],
-        "groups_of": lambda sizes: (0 if sizes.each is not None else 4242, SIZE_KINDS.index(sizes.kind), sizes.num_groups,
+        "groups_of": lambda sizes: (4242 if sizes.each is None else 0, SIZE_KINDS.index(sizes.kind), sizes.num_groups,
                                     sizes.each or 0, sizes.capacity, sizes.alignment),
     }.items():
         monkeypatch.setattr(cuda_grouped_gemm, name, value)
@@ -279,7 +276,9 @@ def part_at(side, name, ragged, each, sizes):
     return GroupedPart(format, layout_of(format, ragged, each, sizes), sizes, memory, False)
 
 
-def request(a, b, ragged, sizes, m=48, n=64, k=96, dtype=BFLOAT16, kind="int32", alignment=1, capacity=None, engine=None, **more):
+def request(
+    a, b, ragged, sizes, m=48, n=64, k=96, dtype=BFLOAT16, kind="int32", alignment=1, capacity=None, engine=None, **more
+):
     """A product of groups whose ragged axis has these sizes, on the device."""
     count = len(sizes)
     reach = sum(round_up(size, alignment) for size in sizes)
@@ -308,8 +307,8 @@ def set_up(machine, stored):
 
 NATIVE = [("bf16", "bf16"), ("fp16", "fp16"), ("fp8_e4m3", "fp8_e5m2"), ("fp8_block_1x128", "fp8_block_128x128"),
           ("fp8_block_128x128", "fp8_block_1x128"), ("fp8_block_1x128", "fp8_block_1x128")]
-EMULATED = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_16x16"), ("fp8_e4m3", "mxfp4"), ("bf16", "nvfp4"), ("mxfp6_e2m3", "bf16"),
-            ("fp8_block_1x128", "mxfp8"), ("nvfp4", "fp8_block_128x128")]
+EMULATED = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_16x16"), ("fp8_e4m3", "mxfp4"), ("bf16", "nvfp4"),
+            ("mxfp6_e2m3", "bf16"), ("fp8_block_1x128", "mxfp8"), ("nvfp4", "fp8_block_128x128")]
 
 
 @named("sizes", RAGGED, ids=str)
@@ -404,8 +403,8 @@ def test_emulated_operands_are_decoded_once_for_all_members(machine, a, b, ragge
     decoded = [part for part in (asked.a, asked.b) if part.format.storage.scale != "none" or terms > 1]
     assert len(decodes) == len(decoded)
     regions = []
-    for part, (launch, grid, values) in zip(decoded, decodes, strict=True):
-        codes, pitch, scales, scale_pitch, scalars, _, alpha, target, row_bytes, outer, k = values[:11]
+    for part, (launch, _, values) in zip(decoded, decodes, strict=True):
+        codes, pitch, scales, scale_pitch, scalars, _, alpha, target, row_bytes, outer, _ = values[:11]
         codes_unit, scales_unit, values_unit = values[17:]
         layout, storage, is_b = part.layout, part.format.storage, part is asked.b
         assert codes == part.memory.ptr and scales == codes + layout.scales_offset and not alpha
@@ -445,7 +444,8 @@ def finish_of(machine):
 
 
 @named(("change", "type", "is_direct"), [
-    ({}, "bfloat16", True), ({"n": 37}, "float32", False), ({"n": 500}, "float32", False), ({"n": 504}, "bfloat16", True),
+    ({}, "bfloat16", True), ({"n": 37}, "float32", False), ({"n": 500}, "float32", False),
+    ({"n": 504}, "bfloat16", True),
     ({"n": 36, "dtype": FLOAT32}, "float32", True), ({"activation": "gelu"}, "float32", False),
     ({"out": array((20, 64), BFLOAT16, OUT_AT + 16)}, "bfloat16", True),
     ({"out": array((20, 64), BFLOAT16, OUT_AT + 8)}, "float32", False),
@@ -511,8 +511,8 @@ def test_a_sum_over_nothing_needs_no_library(machine):
     assert not machine.library.launches
 
 
-@named(("ragged", "sizes", "change"), [("rows", [0, 0], {}), ("rows", [], {}), ("k", [5], {"n": 0}), ("none", [1], {"m": 0}),
-                                       ("k", [], {})])
+@named(("ragged", "sizes", "change"), [("rows", [0, 0], {}), ("rows", [], {}), ("k", [5], {"n": 0}),
+                                       ("none", [1], {"m": 0}), ("k", [], {})])
 def test_an_empty_result_launches_nothing(machine, ragged, sizes, change):
     machine.multiply(request("bf16", "bf16", ragged, sizes, **change))
     assert not machine.kernels.launches
@@ -573,8 +573,9 @@ def test_a_captured_call_has_arrays_of_its_own(machine):
 
 
 @named("change", [{"m": 40}, {"n": 72}, {"capacity": 30}, {"dtype": FLOAT32}, {"alignment": 2}, {"activation": "gelu"},
-                  {"a": "fp16", "b": "fp16"}, {"out": array((20, 64), BFLOAT16)}, {"sizes": [12, 8, 0]}, {"ragged": "k"},
-                  {"out": array((20, 64), BFLOAT16, OUT_AT + 8)}, {"bias": array((2, 64), FLOAT32)}], ids=str)
+                  {"a": "fp16", "b": "fp16"}, {"out": array((20, 64), BFLOAT16)}, {"sizes": [12, 8, 0]},
+                  {"ragged": "k"}, {"out": array((20, 64), BFLOAT16, OUT_AT + 8)},
+                  {"bias": array((2, 64), FLOAT32)}], ids=str)
 def test_what_a_call_depends_on_is_in_its_key(machine, change):
     base = {"a": "bf16", "b": "bf16", "ragged": "rows", "sizes": [12, 8]}
     machine.multiply(request(**base))
