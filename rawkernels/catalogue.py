@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqarray.formats import FORMATS, Format, Storage
+from hqarray.groups import Axis
 
 from . import loader, traits
 from .loader import Resources
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 DTYPES = ("bfloat16", "float16", "float32")
+AXES: tuple[Axis, ...] = ("outer", "k")
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,15 @@ def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
     for out in DTYPES:
         finish = traits.Finish(out, bias="float32", aux=out, gelu=True, accumulate=True)
         yield Specialisation(f"finish {out}", traits.finish_launch(finish).source, True)
+    for storage, name in storages.items():
+        for axis in AXES:
+            for terms, split, form in ((1, False, ""), (3, True, " split in three"), (3, False, " three times")):
+                source = traits.decode_launch(storage, "bfloat16", terms, split, axis).source
+                yield Specialisation(f"decode groups {name} ragged {axis}{form}", source, terms == 1)
+    for out in DTYPES:
+        finish = traits.Finish(out, bias="float32", gelu=True, accumulate=True, grouped=True, scaled=True)
+        yield Specialisation(f"finish groups {out}", traits.finish_launch(finish).source, True)
+    yield Specialisation("group gemm", traits.group_gemm_launch().source, True)
     yield Specialisation("tile scales", traits.tile_scales_launch().source, True)
 
 

@@ -6,8 +6,12 @@
 // in the first run alone, since they would meet the zeros among the others' terms.
 // Generated before this text: as for dequantize.cu, with TRANSPOSED 0, ALIGNED, and Part without the whole matrix's
 // scale; SCALAR (there is one), TERMS, SPLIT.
+//
+// GROUPED: many matrices; a block finds its member. RAGGED_K: they differ in k, each decodes to (m, round_up(k, 8)), and
+// the grid's x counts tiles of all members. Otherwise they differ in rows, which stay where they are stacked.
 #define HQ_NO_ENTRY
 #include "dequantize.cu"
+#include "whole.cuh"
 
 namespace hq {
 
@@ -23,13 +27,11 @@ struct DecodeArguments {
     i64 row_bytes, m, k;
 };
 
-// Biased exponent of the power of two that goes into the values: in [-100, 100], where no decoded value is subnormal.
-HQ_FN u32 exponent_of(float scalar) {
-    const u32 field = bits_of(scalar) >> 23 & 255;
-    return field == 255 ? 127 : field < 27 ? 27 : field > 227 ? 227 : field;
-}
-HQ_FN float power_of(float scalar) { return float_of(exponent_of(scalar) << 23); }
-HQ_FN float rest_of(float scalar) { return scalar * float_of((254 - exponent_of(scalar)) << 23); }
+struct GroupedDecodeArguments {
+    DecodeArguments all;
+    Groups groups;
+    i64 codes_unit, scales_unit, values_unit;
+};
 
 // Codes are read once: they leave the L2 to the values, which the GEMM reads next.
 HQ_FN void load_once(const u8* source, u32* words) {
@@ -53,24 +55,17 @@ HQ_FN float cut(float& value) {
 // A NaN whose payload lies in the lower half would be cut to Inf.
 HQ_FN float quiet(float value) { return value == value ? value : float_of(NAN_BITS); }
 
-}  // namespace hq
-
-extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(const __grid_constant__ hq::DecodeArguments a) {
-    using namespace hq;
-    if (a.alpha && first_thread())
-        *a.alpha = (SCALAR ? rest_of(*a.scalar) : 1.0f) * (a.other ? rest_of(*a.other) : 1.0f);
-    static_assert(LANES_ACROSS * 8 == TILE_COLUMNS, "a warp spans a tile's columns");
-    const i64 row0 = (blockIdx.y + i64(blockIdx.z) * gridDim.y) * TILE_ROWS + threadIdx.x / 32 * 8;
-    const i64 column0 = i64(blockIdx.x) * TILE_COLUMNS + threadIdx.x % 32 * 8;
+// The patch of a thread.
+HQ_FN void decode_patch(const DecodeArguments& a, i64 row0, i64 column0) {
     const int rows = count_of(a.m, row0, 8), columns = count_of(a.k, column0, 8);
     if (rows <= 0 || columns <= 0) return;
     const u8* source = a.codes + row0 * a.pitch + column0 * WORDS / 2;
     alignas(16) u32 codes[8][WORDS];
 #pragma unroll
-    for (int r = 0; r < 8; ++r)  // rows up to a multiple of 16 are there
+    for (int r = 0; r < 8; ++r)  // rows up to a multiple of 16 are there, except within a group
 #pragma unroll
         for (int w = 0; w < WORDS; w += PIECE) {
-            if (WORDS < 8 || column0 * 4 + 4 * w < a.pitch) load_once(source + r * a.pitch + 4 * w, codes[r] + w);
+            if ((!GROUPED || r < rows) && (WORDS < 8 || column0 * 4 + 4 * w < a.pitch)) load_once(source + r * a.pitch + 4 * w, codes[r] + w);
             else
 #pragma unroll
                 for (int n = 0; n < PIECE; ++n) codes[r][w + n] = 0;
@@ -108,3 +103,55 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(
             for (int t = 0; t < TERMS; ++t) store_values(target + r * a.row_bytes + t * run_bytes, words[t], columns);
     }
 }
+
+static_assert(LANES_ACROSS * 8 == TILE_COLUMNS, "a warp spans a tile's columns");
+HQ_FN int own_row() { return threadIdx.x / 32 * 8; }
+HQ_FN int own_column() { return threadIdx.x % 32 * 8; }
+
+#if GROUPED
+// A member's matrix.
+HQ_FN DecodeArguments arguments_of(const GroupedDecodeArguments& g, const Member<3>& member) {
+    DecodeArguments own = g.all;
+    own.scalar += member.index;
+    own.scales += member.before[1] * g.scales_unit;
+    constexpr bool block_major = !Part::one_scale && Part::scale_rows == 1, row_major = !Part::one_scale && !block_major;
+    if (RAGGED_K ? row_major : block_major) own.scale_pitch = Scales::of(member.size);
+    if constexpr (RAGGED_K) {
+        own.codes += member.before[0] * g.codes_unit;
+        own.values += member.before[2] * g.values_unit;
+        own.pitch = round_up((member.size * Part::stored_bits + 7) / 8, 16);
+        own.k = round_up(member.size, 8);
+        own.row_bytes = TERMS * own.k * Output::size;
+    } else {
+        own.codes += member.start * own.pitch;
+        own.values += member.start * own.row_bytes;
+        own.m = member.size;
+    }
+    return own;
+}
+#endif
+
+}  // namespace hq
+
+#if GROUPED
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(const __grid_constant__ hq::GroupedDecodeArguments g) {
+    using namespace hq;
+    __shared__ Member<3> member;
+    __shared__ DecodeArguments own;
+    if (threadIdx.x < 32) {
+        find_member<RAGGED_K ? TILE_COLUMNS : TILE_ROWS, Codes, Scales, Span<1, 8>>(g.groups, RAGGED_K ? blockIdx.x : row_tile(), member);
+        if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
+    }
+    __syncthreads();
+    if (member.index < 0) return;
+    const i64 line_tile = RAGGED_K ? row_tile() : member.tile, column_tile = RAGGED_K ? member.tile : blockIdx.x;
+    decode_patch(own, line_tile * TILE_ROWS + own_row(), column_tile * TILE_COLUMNS + own_column());
+}
+#else
+extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(const __grid_constant__ hq::DecodeArguments a) {
+    using namespace hq;
+    if (a.alpha && first_thread())
+        *a.alpha = (SCALAR ? rest_of(*a.scalar) : 1.0f) * (a.other ? rest_of(*a.other) : 1.0f);
+    decode_patch(a, row_tile() * TILE_ROWS + own_row(), i64(blockIdx.x) * TILE_COLUMNS + own_column());
+}
+#endif

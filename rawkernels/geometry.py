@@ -106,6 +106,27 @@ DECODE_TILE = Tile(64, 256, lanes_across=32)
 FINISH_TILE = Tile(8, 1024)
 """What a block of the finishing kernel writes: 4 columns a thread."""
 
+GROUP_FINISH_TILE = Tile(32, 1024)
+"""The same for many products: a block that looks for its member does more."""
+
+SETUP_TILE = Tile(1, 1)
+"""The kernel that sets up a grouped GEMM has no tile; its grid is `setup_grid`."""
+
+ZERO_BLOCKS = 264
+"""Blocks that zero the rows behind the last member: two a multiprocessor of an H200."""
+
+
+def setup_grid(zeros_rest: bool) -> tuple[int, int, int]:
+    """One block sets up a grouped GEMM, the others zero rows of the result."""
+    return 1 + (ZERO_BLOCKS if zeros_rest else 0), 1, 1
+
+
+def ragged_grid(tile: Tile, outer: int, capacity: int, num_groups: int) -> tuple[int, int, int]:
+    """Blocks where members differ along k: tiles of all members in x, tiles of their equal rows in y and z."""
+    _, y, z = grid(tile, outer, 1)
+    return capacity // tile.columns + num_groups + 1, y, z
+
+
 SCALE_TILE = Tile(128, 8)
 """Scales (lines x blocks) that a block of the tiling kernel moves."""
 

@@ -119,6 +119,10 @@ def _tile(tile: Tile, aligned: bool, min_blocks: int, before_sm_89: int | None =
     )
 
 
+_TILE_CONSTANTS = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+"""For kernels with tiles of their own that use what tile.cuh holds besides."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """A specialisation and how to launch it."""
@@ -204,14 +208,16 @@ def left_to_alpha(storage: Storage) -> tuple[Storage, bool]:
     return replace(storage, global_scale=False), storage.global_scale
 
 
-def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Launch:
-    """The decode kernel of a storage to a GEMM operand in bfloat16 or float32."""
+def decode_launch(storage: Storage, dtype: str, terms: int, split: bool, ragged: Axis | None = None) -> Launch:
+    """The decode kernel of a storage to a GEMM operand in bfloat16 or float32; ragged: of many matrices."""
     part, scalar = left_to_alpha(storage)
     few = dtype == "bfloat16" and storage.element.bits <= 16 and terms == 1
+    axis = ragged or "outer"
     text = (
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(geometry.DECODE_TILE, True, 4 if few else 2)
-        + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\n" + _grouped(False)
+        + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\nconstexpr bool RAGGED_K = {_cpp(ragged == 'k')};\n"
+        + _grouped(ragged is not None, Codes=code_span(part, axis, 8, 1), Scales=scale_span(part, axis, 8))
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )
     return Launch(Source("decode.cu", "hq_decode", text), geometry.DECODE_TILE, 0)
@@ -219,24 +225,37 @@ def decode_launch(storage: Storage, dtype: str, terms: int, split: bool) -> Laun
 
 @dataclass(frozen=True)
 class Finish:
-    """What the finishing kernel does to a sum: dtype names of its arrays, None where there is none."""
+    """What the finishing kernel does to a sum: dtype names of its arrays, None where there is none.
+
+    grouped  the sum is of many products, stacked along rows
+    scaled   each of them has a factor of its own
+    """
 
     out: str
     bias: str | None = None
     aux: str | None = None
     gelu: bool = False
     accumulate: bool = False
+    grouped: bool = False
+    scaled: bool = False
 
 
 def finish_launch(finish: Finish) -> Launch:
     """The finishing kernel: bias, gelu, accumulate, cast, any row pitch."""
+    tile = geometry.GROUP_FINISH_TILE if finish.grouped else geometry.FINISH_TILE
     text = (
         f"typedef {wide(finish.out)} Output;\ntypedef {wide(finish.bias or 'float32')} Bias;\n"
         f"typedef {wide(finish.aux or 'float32')} Aux;\n"
         f"constexpr bool HAS_BIAS = {_cpp(finish.bias is not None)}, HAS_AUX = {_cpp(finish.aux is not None)}, "
-        f"GELU = {_cpp(finish.gelu)}, ACCUMULATE = {_cpp(finish.accumulate)};\n"
+        f"GELU = {_cpp(finish.gelu)}, ACCUMULATE = {_cpp(finish.accumulate)}, SCALED = {_cpp(finish.scaled)};\n"
+        f"constexpr int ROWS = {tile.rows};\n" + _TILE_CONSTANTS + _grouped(finish.grouped)
     )
-    return Launch(Source("finish.cu", "hq_finish", text), geometry.FINISH_TILE, 0)
+    return Launch(Source("finish.cu", "hq_finish", text), tile, 0)
+
+
+def group_gemm_launch() -> Launch:
+    """The kernel that turns sizes into the pointers and dimensions of a grouped GEMM."""
+    return Launch(Source("group_gemm.cu", "hq_group_gemm", _TILE_CONSTANTS), geometry.SETUP_TILE, 0)
 
 
 def tile_scales_launch() -> Launch:

@@ -1,0 +1,505 @@
+"""Products of groups on CuPy: one grouped cuBLASLt call for all members, whose sizes the host need not know.
+
+As in cuda_gemm a product is made into a call the first time, and looked up afterwards. Work goes to CuPy's current
+stream on the arrays' device, nothing synchronises, and a captured graph follows sizes that change.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
+import numpy as np
+from cupy.cuda import alloc  # noqa: TID253
+from cupy_backends.cuda.api.runtime import getDevice, memsetAsync, streamIsCapturing
+
+from . import cublaslt, cublaslt_grouped, cuda, gemm
+from .cublaslt_grouped import Arrays, Plan, Product, Unavailable
+from .cuda_calls import Scratch, _captured, _constants, workspace
+from .cuda_gemm import MOST_CALLS, _name, chip_of
+from .cuda_grouped import Groups, groups_of
+from .formats import Storage
+from .grouped_gemm import Request
+from .grouped_parts import GroupedPart
+from .groups import SIZE_KINDS, Axis, Sizes, Span
+from .layout import Array, round_up
+from .rawkernels import geometry, traits
+
+# Structs of the kernels: every field takes eight bytes.
+_SET_UP = struct.Struct("=36q")
+_DECODE = struct.Struct("=20q")
+_FINISH = struct.Struct("=19q")
+
+A, B, OUT, SCRATCH = range(4)  # what a target lies in
+
+# --- targets: where the members of something begin ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`Target` of group_gemm.cu: members begin at base + offset + unit * (units before them).
+
+    divide > 0  units are spans; 0: a member is one unit; -1: units are the stacked rows
+    """
+
+    base: int
+    offset: int
+    unit: int
+    divide: int = 0
+    multiple: int = 0
+
+
+NOTHING = Target(SCRATCH, 0, 0)
+
+
+def _along(source: int, offset: int, span: Span) -> Target:
+    return Target(source, offset, span.nbytes, span.divide, span.multiple)
+
+
+# --- sides --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The kernel that makes an operand of all members of a part, and its constant arguments."""
+
+    kernel: Any
+    constants: tuple[int, ...]  # pitch and scale pitch of the part; row bytes, rows and columns of the values
+    scales_offset: int
+    scalars_offset: int
+    target: int  # offset in scratch memory
+    units: tuple[int, int, int]
+    groups: Groups | None  # None: the ragged sizes of the product
+
+    def launch(self, part: int, base: int, groups: Groups, stream: int) -> None:
+        pitch, scale_pitch, row_bytes, outer, k = self.constants
+        self.kernel.launch(
+            stream, _DECODE, part, pitch, part + self.scales_offset, scale_pitch, part + self.scalars_offset, 0, 0,
+            base + self.target, row_bytes, outer, k, *(groups if self.groups is None else self.groups), *self.units,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How the members of one part come to cuBLASLt.
+
+    k_unit, k_terms   an operand has k_terms * round_up(k, k_unit) columns
+    scalars_offset    of scales of whole members that the finishing kernel multiplies with; 0: there are none
+    """
+
+    type: str
+    k_unit: int
+    k_terms: int
+    codes: Target
+    scale: str | None = None
+    scales: Target = NOTHING
+    scalars_offset: int = 0
+    decode: Decode | None = None
+
+
+def _uniform(num_groups: int, each: int) -> Groups:
+    return 0, SIZE_KINDS.index("each"), num_groups, each, num_groups * each, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """How the lines of an operand are stacked: ragged ones, or so many in every member."""
+
+    capacity: int
+    each: int | None
+
+    def target(self, source: int, offset: int, row_bytes: int) -> Target:
+        if self.each is None:
+            return Target(source, offset, row_bytes, -1)
+        return Target(source, offset, row_bytes * self.each)
+
+
+def _side(
+    part: GroupedPart, source: int, sizes: Sizes, engine: str, terms: int, split: bool, scratch: Scratch, device: int
+) -> Side:
+    """Sizes: of the part's ragged axis. terms, split: of bf16x3, as in cuda_gemm."""
+    layout = part.layout
+    storage = layout.storage
+    is_ready = storage.scale == "none" and terms == 1 and engine in ("native", storage.element.name)
+    if engine != "native" and not is_ready:
+        return _decoded_side(part, source, sizes, terms, split, scratch, device)
+    rows = _Rows(sizes.capacity, sizes.each)
+    codes = _along(source, 0, layout.codes) if layout.ragged == "k" else rows.target(source, 0, layout.codes.nbytes)
+    side = Side(storage.element.name, 128 // storage.element.stored_bits, 1, codes)
+    if storage.scale == "none":
+        return side
+    if layout.scales is None:
+        scales = Target(source, layout.scales_offset, 4)
+    elif sizes.each is not None:
+        scales = Target(source, layout.scales_offset, layout.scales.nbytes * layout.scales.units(sizes.each))
+    else:
+        scales = _along(source, layout.scales_offset, layout.scales)
+    return replace(side, scale=cublaslt_grouped.SCALE_MODES[storage.block], scales=scales)
+
+
+def _decoded_side(
+    part: GroupedPart, source: int, sizes: Sizes, terms: int, split: bool, scratch: Scratch, device: int
+) -> Side:
+    layout, num_groups, capacity = part.layout, part.num_groups, sizes.capacity
+    storage, axis = layout.storage, layout.ragged
+    launch = traits.decode_launch(storage, "bfloat16", terms, split, axis)
+    scale_pitch = _scale_pitch(storage, axis, layout.scales)
+    if axis == "k":
+        grid = geometry.ragged_grid(launch.tile, layout.each, capacity, num_groups)
+        span = Span(1, 8, layout.each * terms * 2)
+        target = scratch.take(span.most(capacity, num_groups))
+        constants, codes = (0, scale_pitch, 0, layout.each, 0), _along(SCRATCH, target, span)
+        value_unit = span.nbytes
+    else:
+        width = round_up(layout.each, 8)
+        row_bytes = terms * width * 2
+        grid = geometry.grouped_grid(launch.tile, capacity, num_groups, width)
+        target = scratch.take(capacity * row_bytes)
+        constants = (layout.codes.nbytes, scale_pitch, row_bytes, 0, width)
+        codes, value_unit = _Rows(capacity, sizes.each).target(SCRATCH, target, row_bytes), 0
+    scalars = 0
+    if traits.left_to_alpha(storage)[1]:
+        scalars = layout.global_scale_offset if storage.global_scale else layout.scales_offset
+    units = (layout.codes.nbytes, 0 if layout.scales is None else layout.scales.nbytes, value_unit)
+    groups = None if sizes.each is None else _uniform(num_groups, sizes.each)
+    decode = Decode(_kernel(launch, grid, device), constants, layout.scales_offset, scalars, target, units, groups)
+    return Side("bfloat16", 8, terms, codes, scalars_offset=scalars, decode=decode)
+
+
+def _scale_pitch(storage: Storage, axis: Axis, scales: Span | None) -> int:
+    """Of scales that have one pitch for all members; 0 where it follows from a member's size."""
+    if scales is None or storage.block is None:
+        return 0
+    is_block_major = storage.block[0] == 1
+    itemsize = 4 if storage.scale == "float32" else 1
+    return scales.nbytes // itemsize if is_block_major == (axis == "k") else 0
+
+
+def _kernel(launch: traits.Launch, grid: tuple[int, int, int], device: int) -> cuda.Kernel:
+    raw = cuda._raw_kernel(launch.source, launch.shared_bytes, device)
+    return cuda.Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """The kernel that fills `Arrays`, and its constant arguments."""
+
+    kernel: Any
+    targets: tuple[Target, ...]  # codes of B and A, the result, scales of B and A
+    constants: tuple[int, ...]   # ragged axis; m, n, k; unit and terms of k; pitch of the result
+    nbytes: int                  # of the arrays
+    row_bytes: int               # of the result, where the kernel zeroes rows behind the last member; else 0
+
+    def launch(self, bases: tuple[int, int, int, int], groups: Groups, arrays: int, stream: int) -> None:
+        targets: list[int] = []
+        for t in self.targets:
+            targets += (bases[t.base] + t.offset, t.unit, t.divide, t.multiple)
+        self.kernel.launch(
+            stream, _SET_UP, *groups, *targets, *self.constants, arrays, bases[OUT] if self.row_bytes else 0,
+            self.row_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The finishing kernel over float32 sums in scratch memory, stacked along rows."""
+
+    kernel: Any
+    groups: Groups | None  # None: the ragged sizes of the product
+    n: int
+    row_bytes: int
+    zeros_rest: bool
+    scalars: tuple[int, int] = (0, 0)  # offsets in the parts
+    sum: int = -1                      # offset in scratch memory; -1: a sum over nothing
+    sum_pitch: int = 0
+
+    def launch(
+        self, bases: tuple[int, int, int, int], groups: Groups, bias: Array | None, stream: int
+    ) -> None:
+        a, b, out, scratch = bases
+        of_a, of_b = self.scalars
+        self.kernel.launch(
+            stream, _FINISH, scratch + self.sum if self.sum >= 0 else 0, self.sum_pitch,
+            0 if bias is None else bias.data.ptr, out, self.row_bytes, 0, 0, 0, self.n,
+            *(groups if self.groups is None else self.groups), 0 if bias is None else bias.strides[0],
+            a + of_a if of_a else 0, b + of_b if of_b else 0, self.zeros_rest,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A product of groups but for its pointers.
+
+    keeps     the layouts whose identity stands for them in a key
+    sizes     name of the request's sizes that are ragged, None where all members are alike
+    capacity  of those sizes, in both parts
+    arrays    one block of `Arrays` for each stream: a call waits there for the one before
+    """
+
+    keeps: tuple[Any, ...]
+    device: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_empty: bool
+    groups: Groups
+    sizes: str | None
+    capacity: int
+    sides: tuple[Side, Side] | None = None
+    set_up: SetUp | None = None
+    plan: Plan | None = None
+    beta: int = 0
+    zero_first: int = 0  # bytes of the result that are zeroed before
+    finish: Finish | None = None
+    scratch_bytes: int = 0
+    arrays: dict[int, Any] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def __call__(self, request: Request) -> Array:
+        """Launch for a request like the one it was made for."""
+        if getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(request)
+        out = request.out
+        if out is None:
+            out = cupy.ndarray(self.shape, self.dtype)
+        if self.is_empty:
+            return out
+        stream = cuda.stream_of(self.device)
+        groups = self.groups
+        if self.sizes is not None:
+            pointer, kind, count, each, _, alignment = groups_of(getattr(request, self.sizes))
+            groups = (pointer, kind, count, each, self.capacity, alignment)
+        is_capturing, base = streamIsCapturing(stream), 0
+        if self.scratch_bytes:
+            memory = alloc(self.scratch_bytes)  # freed after this call, in the stream's order
+            base = memory.ptr
+            if is_capturing:
+                _captured.append(memory)
+        bases = (request.a.memory.ptr, request.b.memory.ptr, out.data.ptr, base)
+        if self.plan is not None:
+            self._multiply(bases, groups, stream, is_capturing)
+        if self.finish is not None:
+            self.finish.launch(bases, groups, request.bias, stream)
+        return out
+
+    def _multiply(self, bases: tuple[int, int, int, int], groups: Groups, stream: int, is_capturing: bool) -> None:
+        plan, set_up, sides = self.plan, self.set_up, self.sides
+        assert plan is not None and set_up is not None and sides is not None
+        for side, part in zip(sides, bases, strict=False):
+            if side.decode is not None:
+                side.decode.launch(part, bases[SCRATCH], groups, stream)
+        if self.zero_first:
+            memsetAsync(bases[OUT], 0, self.zero_first, stream)
+        if cublaslt_grouped.DEVICE_SCALARS:
+            constants = _constants(self.device)
+            scalars = constants[1], constants[self.beta]
+        else:
+            scalars = cublaslt.HOST_SCALARS[self.beta]
+        space = workspace(self.device, stream, "grouped")
+        with self.lock:  # another thread on this stream would fill the same arrays
+            arrays = self.arrays_of(stream, is_capturing)
+            set_up.launch(bases, groups, arrays, stream)
+            plan.run(arrays, scalars, space, stream)
+
+    def arrays_of(self, stream: int, is_capturing: bool) -> int:
+        """Pointer to a block of `Arrays`: this stream's, or one of a graph's own."""
+        assert self.set_up is not None
+        if is_capturing:
+            memory = alloc(self.set_up.nbytes)
+            _captured.append((memory, self.keeps))
+            return memory.ptr  # type: ignore[no-any-return]
+        memory = self.arrays.get(stream)
+        if memory is None:
+            memory = self.arrays[stream] = alloc(self.set_up.nbytes)
+        return memory.ptr  # type: ignore[no-any-return]
+
+
+# --- the first time -----------------------------------------------------------------------------
+
+Key: TypeAlias = tuple[Any, ...]
+_calls: dict[Key, Call] = {}
+_plans: dict[tuple[int, Product], Plan] = {}
+
+
+def multiply(request: Request) -> Array:
+    """See grouped_gemm.multiply. Raises Unavailable where the members must be multiplied one by one."""
+    key = _key(request)
+    call = _calls.get(key)
+    if call is not None:
+        return call(request)
+    with cuda._on_device_of(request.a.memory):
+        readable = _readable(request)
+        call = _make(readable)
+        if readable is not request and streamIsCapturing(cuda.stream_of(call.device)):
+            _captured.append(readable)
+        if readable is request:
+            if len(_calls) >= MOST_CALLS:
+                _calls.clear()
+            _calls[key] = call
+        return call(readable)
+
+
+def _key(request: Request) -> Key:
+    """What a call depends on."""
+    a, b, out, bias, m, k = request.a, request.b, request.out, request.bias, request.m, request.k
+    memory, other, engine = a.memory, b.memory, request.engine
+    return (
+        id(a.layout), id(b.layout), memory.device_id, (memory.ptr | other.ptr) & 15, request.ragged, m.capacity,
+        m.alignment, k.capacity, b.sizes.capacity, request.dtype, None if out is None else out.data.ptr & 15,
+        None if bias is None else (bias.dtype, bias.strides), request.activation, request.accumulate, engine.name,
+        engine.fast_accumulate, engine.reason == "asked for",
+    )
+
+
+def _readable(request: Request) -> Request:
+    """The request with parts on 16 bytes and a bias whose elements lie side by side."""
+    left, right = (part.copy() if part.memory.ptr % 16 else part for part in (request.a, request.b))
+    bias = request.bias
+    if bias is not None:
+        if bias.dtype == np.float64:
+            bias = bias.astype(np.float32)
+        if bias.shape[1] > 1 and bias.strides[1] != bias.itemsize:
+            bias = cupy.ascontiguousarray(bias)
+    if left is request.a and right is request.b and bias is request.bias:
+        return request
+    return replace(request, a=left, b=right, bias=bias)
+
+
+def _make(request: Request) -> Call:
+    """The call of a request whose arrays can be read in place."""
+    a, b, m, n, num_groups = request.a, request.b, request.m, request.n.each, request.a.num_groups
+    assert n is not None
+    device, dtype, out, bias = getDevice(), request.dtype, request.out, request.bias
+    axis = {"rows": "m", "k": "k", "none": None}[request.ragged]
+    ragged = m if axis == "m" else replace(request.k, capacity=min(a.sizes.capacity, b.sizes.capacity))
+    capacity = m.capacity if m.each is None else num_groups * m.each  # stacked rows
+    groups = _uniform(num_groups, m.each or 0)
+    call = Call(
+        (a.layout, b.layout), device, request.shape, dtype, not (capacity and n), groups, axis,
+        ragged.capacity if axis else capacity,
+    )
+    if call.is_empty:
+        return call
+    zeros_rest = axis == "m" and out is None
+    finish = Finish(None, None if axis == "m" else groups, n, n * dtype.itemsize, zeros_rest)
+    what = traits.Finish(dtype.name, _name(bias), None, request.activation == "gelu", request.accumulate, grouped=True)
+    if not (request.k.each if axis != "k" else ragged.capacity):
+        return replace(call, finish=replace(finish, kernel=_finish_kernel(what, capacity, num_groups, n, device)))
+    engine = _engine(request, chip_of(device))
+    scratch = Scratch()
+    sides = _sides(request, engine, ragged if axis == "k" else a.sizes, ragged if axis == "k" else b.sizes, scratch,
+                   device)
+    scalars = (sides[0].scalars_offset, sides[1].scalars_offset)
+    refused = ""
+    for product, pitch, is_direct in _attempts(request, sides, ragged if axis == "k" else None, capacity, scalars):
+        try:
+            plan = _plan_of(product, device, call)
+        except cublaslt.Refused as error:
+            refused = f"{error} of {product}"
+            continue
+        itemsize = dtype.itemsize if is_direct else 4
+        sum_offset = -1 if is_direct else scratch.take(capacity * pitch * 4)
+        source, offset = (OUT, 0) if is_direct else (SCRATCH, sum_offset)
+        target = _Rows(capacity, m.each).target(source, offset, pitch * itemsize)
+        gaps = is_direct and zeros_rest and m.alignment > 1  # rows between members, not just behind the last
+        by_kernel = is_direct and zeros_rest and not gaps
+        k_unit, k_terms = sides[0].k_unit, sides[0].k_terms
+        set_up = SetUp(
+            _kernel(traits.group_gemm_launch(), geometry.setup_grid(by_kernel), device),
+            (sides[1].codes, sides[0].codes, target, sides[1].scales, sides[0].scales),
+            ({"none": 0, "rows": 1, "k": 2}[request.ragged], m.each or 0, n, request.k.each or 0, k_unit, k_terms,
+             pitch), Arrays(num_groups).nbytes, pitch * itemsize if by_kernel else 0,
+        )
+        last = None
+        if not is_direct:
+            what = replace(what, scaled=any(scalars))
+            kernel = _finish_kernel(what, capacity, num_groups, n, device)
+            last = replace(finish, kernel=kernel, scalars=scalars, sum=sum_offset, sum_pitch=pitch)
+        return replace(
+            call, sides=sides, set_up=set_up, plan=plan, beta=int(request.accumulate and is_direct), finish=last,
+            zero_first=capacity * pitch * itemsize if gaps else 0, scratch_bytes=scratch.nbytes,
+        )
+    version = cublaslt.version_text(cublaslt.library().get_version())
+    raise Unavailable(f"cuBLASLt {version} refuses a grouped product: {refused}; give the sizes on the host, so that "
+                      f"members are multiplied one by one")
+
+
+def _engine(request: Request, chip: tuple[int, int]) -> gemm.Engine:
+    """The engine of a request, checked. Raises Unavailable where no grouped product has it."""
+    engine = request.engine
+    advice = "give the sizes on the host, so that members are multiplied one by one"
+    if engine.name == "fp32":
+        raise Unavailable(f"cuBLASLt has no grouped float32 products ({engine.reason or 'asked for'}); {advice}")
+    if engine.name == "native" and request.a.layout.storage.scale in ("e8m0", "e4m3"):
+        if engine.reason == "asked for":
+            raise Unavailable(f"grouped products of byte scales are not built for sm_{chip[0]}{chip[1]}; {advice}, or "
+                              f"engine='bf16'")
+        return gemm.Engine("bf16", "grouped products of byte scales are emulated")
+    return engine
+
+
+def _sides(
+    request: Request, engine: gemm.Engine, a_sizes: Sizes, b_sizes: Sizes, scratch: Scratch, device: int
+) -> tuple[Side, Side]:
+    a, b, name = request.a, request.b, "bfloat16" if engine.name == "bf16" else engine.name
+    terms, split = 1, (False, False)
+    if engine.name == "bf16x3":
+        is_right = gemm.bf16_terms(b.layout.storage) > 1
+        terms, split = 3, (not is_right, is_right)
+    return (_side(a, A, a_sizes, name, terms, split[0], scratch, device),
+            _side(b, B, b_sizes, name, terms, split[1], scratch, device))
+
+
+def _attempts(
+    request: Request, sides: tuple[Side, Side], ragged_k: Sizes | None, capacity: int, scalars: tuple[int, int]
+) -> Iterator[tuple[Product, int, bool]]:
+    """Products that would do, best first, the pitch of the result, and whether each writes the result itself."""
+    left, right = sides
+    out, n, dtype, num_groups = request.out, request.n.each or 0, request.dtype, request.a.num_groups
+    k = request.k.each or 0 if ragged_k is None else ragged_k.capacity // num_groups
+    scales = None if left.scale is None or right.scale is None else (left.scale, right.scale)
+    averages = (max(1, capacity // num_groups), n, left.k_terms * round_up(max(1, k), left.k_unit))
+    product = Product(num_groups, left.type, right.type, dtype.name, scales, averages,
+                      request.engine.fast_accumulate and scales is not None)
+    if (
+        n * dtype.itemsize % 16 == 0
+        and (out is None or out.data.ptr % 16 == 0)
+        and request.bias is None
+        and request.activation is None
+        and not any(scalars)
+        and not (request.accumulate and dtype.itemsize < 4 and scales is None)  # it may round the product first
+    ):
+        yield product, n, True
+    yield replace(product, type="float32"), round_up(n, 8), False
+
+
+def _finish_kernel(finish: traits.Finish, capacity: int, num_groups: int, n: int, device: int) -> cuda.Kernel:
+    launch = traits.finish_launch(finish)
+    return _kernel(launch, geometry.grouped_grid(launch.tile, capacity, num_groups, n), device)
+
+
+def _plan_of(product: Product, device: int, call: Call) -> Plan:
+    """Raises Unavailable where there are no grouped products, Refused where there is not this one."""
+    plan = _plans.get((device, product))
+    if plan is None:
+        bindings = cublaslt.library()
+        reason = cublaslt_grouped.refusal(bindings, chip_of(device), product)
+        if reason is not None:
+            raise Unavailable(reason)
+        stream = cuda.stream_of(device)
+        memory = alloc(Arrays(product.num_groups).nbytes)
+        if streamIsCapturing(stream):
+            _captured.append(memory)
+        else:
+            call.arrays[stream] = memory
+        if len(_plans) >= MOST_CALLS:
+            _plans.clear()
+        plan = _plans[device, product] = Plan(bindings, cublaslt.handles.of(device), product, memory.ptr)
+    return plan
