@@ -138,7 +138,8 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None)
     plan = _plans.get(key)
     if plan is None:
         place = (rows.capacity, rows.num_groups, k, device)
-        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True), *place)
+        average = rows.capacity // max(1, rows.num_groups)
+        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, average), *place)
         amax = None
         if any(format is not None and format.measures_amax for format in (row, column)):
             amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)

@@ -247,16 +247,15 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
         const int line = threadIdx.x / chunks, byte = threadIdx.x % chunks * 16;
         const u8* source = a.codes + (p.tile_column * TILE_COLUMNS + line) * a.pitch + p.tile_row * LINE_BYTES + byte;
         const int stored = p.tile_row * LINE_BYTES + byte < a.pitch ? count_of(lines, 0, TILE_COLUMNS) - line : 0;
-        uint4 piece[pieces];  // loads of codes and scales are all under way before the first is waited for
+        uint4 piece[pieces];  // without branches, so that all loads are under way before the first is waited for
 #pragma unroll
         for (int n = 0; n < pieces; ++n)
-            if (n * step < stored) piece[n] = __ldg(reinterpret_cast<const uint4*>(source + n * step * a.pitch));
-        if (exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+            piece[n] = __ldg(reinterpret_cast<const uint4*>(n * step < stored ? source + n * step * a.pitch : a.codes));
+        load_scales<Part>(a, exists ? D::line0(p) : 0, exists ? D::along0(p) : 0, scale);
 #pragma unroll
         for (int n = 0; n < pieces; ++n)
-            if (n * step < stored) *reinterpret_cast<uint4*>(stage + staged(line + n * step, byte, LINE_BYTES)) = piece[n];
+            *reinterpret_cast<uint4*>(stage + staged(line + n * step, byte, LINE_BYTES)) = piece[n];
         __syncthreads();
-        if (ALIGNED && !exists) return;
         u32 words[8][Output::size * 2];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
