@@ -40,7 +40,7 @@ def on_host(g):
 
 
 def assert_same(ours, theirs):
-    """All codes and scalars, padding and what no member has included; scales, whose padding is free, of some members."""
+    """All codes and scalars, padding included; scales, whose padding is free, of some members."""
     ours = on_host(ours)
     for (name, part), (_, wanted) in zip(ours.parts(), theirs.parts(), strict=True):
         for field in ("padded_codes", "global_scale", "amax"):
