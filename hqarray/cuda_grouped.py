@@ -138,8 +138,7 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None)
     plan = _plans.get(key)
     if plan is None:
         place = (rows.capacity, rows.num_groups, k, device)
-        average = rows.capacity // max(1, rows.num_groups)
-        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, average), *place)
+        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True), *place)
         amax = None
         if any(format is not None and format.measures_amax for format in (row, column)):
             amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)

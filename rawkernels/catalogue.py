@@ -12,7 +12,7 @@ from pathlib import Path
 from hqarray.formats import FORMATS, Format, Storage
 from hqarray.groups import Axis
 
-from . import geometry, loader, traits
+from . import loader, traits
 from .loader import Resources
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -91,13 +91,10 @@ def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) 
     """The kernels over many matrices, for bfloat16 rows on 16 bytes."""
     yield Specialisation("amax of groups", traits.amax_launch("bfloat16", True, grouped=True).source, True)
     for name, row in formats:
-        for first, second, average in ((row, None, 1), (None, row, 1), (row, row, 1), (row, row, 4096)):
-            if average > 1 and geometry.quantize_tile(first, second) is geometry.SQUARE:
-                continue
-            source = traits.quantize_launch(first, second, "bfloat16", True, average).source
+        for first, second in ((row, None), (None, row), (row, row)):
+            source = traits.quantize_launch(first, second, "bfloat16", True, grouped=True).source
             names = " / ".join("-" if format is None else name for format in (first, second))
-            size = " of many rows" if average > 1 else ""
-            yield Specialisation(f"quantize groups{size} {names}", source, False)
+            yield Specialisation(f"quantize groups {names}", source, False)
     for storage, name in storages.items():
         for transposed in (False, True):
             source = traits.dequantize_launch(storage, "bfloat16", transposed, True, grouped=True).source

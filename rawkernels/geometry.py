@@ -41,12 +41,6 @@ def quantize_tile(row: Format | None, column: Format | None) -> Tile:
     return TALL
 
 
-def grouped_quantize_tile(row: Format | None, column: Format | None, average: int) -> Tile:
-    """The tile for a pair of formats and members of so many rows: many small ones would leave a tall one half empty."""
-    tile = quantize_tile(row, column)
-    return tile if average >= 2 * tile.rows else SQUARE
-
-
 MEMBER_BYTES = 256
 """Shared memory of a grouped quantize kernel beside `quantize_shared_bytes`: the member and its arguments."""
 

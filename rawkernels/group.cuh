@@ -59,7 +59,6 @@ HQ_FN void find_member(const Groups& g, i64 tile, Member<sizeof...(Spans)>& foun
     const i64 run = (g.count + 31) / 32, first = (threadIdx.x & 31) * run;
     const i64 last = first + run < g.count ? first + run : g.count;
     i64 reach = 0, all;
-#pragma unroll 4
     for (i64 i = first; i < last; ++i) reach += g.alignment > 1 ? round_up(g.size(i), g.alignment) : g.size(i);
     const i64 begin = sum_before(reach, all), start0 = begin < g.capacity ? begin : g.capacity;
 
@@ -76,7 +75,6 @@ HQ_FN void find_member(const Groups& g, i64 tile, Member<sizeof...(Spans)>& foun
         }
     } at = {start0, 0, {}};
     i64 size = 0;
-#pragma unroll 4
     for (i64 i = first; i < last; ++i) at.pass(g, i, size);
     const i64 end = __shfl_sync(~0u, at.start, 31);
     At before = {start0, 0, {}}, whole = {end, 0, {}};

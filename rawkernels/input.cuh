@@ -138,13 +138,14 @@ struct Patch {
     template <bool ALIGNED>
     HQ_FN void load(const char* first, i64 row_bytes, int rows, int columns) {
         if (!ALIGNED && rows > 0 && columns >= 16) return load_shifted(first, row_bytes, rows);
-        if (ALIGNED && rows > 0 && columns >= 8) return load_some(first, row_bytes, rows);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const char* source = first + i * row_bytes;
 #pragma unroll
             for (int w = 0; w < words; ++w) word[i][w] = 0;
-            if (i < rows && columns > 0) load_elements(word[i], source, columns);
+            if (i >= rows || columns <= 0) continue;
+            if (ALIGNED && columns >= 8) load_row(i, source);
+            else load_elements(word[i], source, columns);
         }
     }
 
@@ -158,15 +159,6 @@ struct Patch {
     }
 
   private:
-    // Whole rows, without branches, so that all loads are under way together.
-    HQ_FN void load_some(const char* first, i64 row_bytes, int rows) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) load_row(i, first + (i < rows ? i : rows - 1) * row_bytes);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int w = 0; w < words; ++w) word[i][w] = i < rows ? word[i][w] : 0;
-    }
     // The aligned vectors around each row, all under way before the first is shifted. Needs 16 readable bytes after.
     HQ_FN void load_shifted(const char* first, i64 row_bytes, int rows) {
         constexpr int vectors = words / 4 + 1;

@@ -142,12 +142,10 @@ def _grouped(grouped: bool, **spans: Span | None) -> str:
 
 
 def quantize_launch(
-    row: Format | None, column: Format | None, dtype: str, aligned: bool, average: int | None = None
+    row: Format | None, column: Format | None, dtype: str, aligned: bool, grouped: bool = False
 ) -> Launch:
-    """The quantize kernel of a pair for an input dtype; of many matrices, of so many rows on average."""
-    grouped = average is not None
-    tile = (geometry.quantize_tile(row, column) if average is None
-            else geometry.grouped_quantize_tile(row, column, average))
+    """The quantize kernel of a pair for an input dtype; grouped: of many matrices."""
+    tile = geometry.SQUARE if grouped else geometry.quantize_tile(row, column)
     shared = geometry.quantize_shared_bytes(tile, column) + (geometry.MEMBER_BYTES if grouped else 0)
     blocks = 3 if tile is geometry.WIDE else geometry.min_blocks(dtype, aligned, shared)
     spans = {

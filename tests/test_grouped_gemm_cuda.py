@@ -246,7 +246,7 @@ def test_equal_members_are_a_batch(grouped, a, b):
 @named(("a", "b"), FEW)
 def test_forward_and_both_gradients_of_one_layer(grouped, a, b):
     sizes, n, k = SIZES["ragged"], 72, 136
-    gx, gdy = activations(grouped, sizes, k, a, b, extra=4), activations(grouped, sizes, n, a, b, extra=4, seed=2)
+    gx, gdy = activations(grouped, sizes, k, a, b, extra=4), activations(grouped, sizes, n, a, a, extra=4, seed=2)
     gw = weights(grouped, len(sizes), n, k, b, b)
     assert_rows(grouped, gx @ gw.T, gx, gw.T, sizes)
     assert_rows(grouped, gdy @ gw, gdy, gw, sizes)
