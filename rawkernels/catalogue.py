@@ -119,7 +119,7 @@ def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
                 yield Specialisation(f"decode groups {name} ragged {axis}{form}", source, terms == 1)
     for out in DTYPES:
         finish = traits.Finish(out, bias="float32", gelu=True, accumulate=True, grouped=True, scaled=True)
-        yield Specialisation(f"finish groups {out}", traits.finish_launch(finish).source, False)
+        yield Specialisation(f"finish groups {out}", traits.finish_launch(finish).source, True)
     yield Specialisation("group gemm", traits.group_gemm_launch().source, True)
     yield Specialisation("tile scales", traits.tile_scales_launch().source, True)
 

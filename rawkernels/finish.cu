@@ -115,7 +115,7 @@ HQ_FN void zero_rows(const FinishArguments& a, i64 row0, i64 end) {
 }  // namespace hq
 
 #if GROUPED
-extern "C" __global__ void __launch_bounds__(256) hq_finish(const __grid_constant__ hq::GroupedFinishArguments g) {
+extern "C" __global__ void __launch_bounds__(256, 5) hq_finish(const __grid_constant__ hq::GroupedFinishArguments g) {
     using namespace hq;
     __shared__ Member<0> member;
     if (threadIdx.x < 32) find_member<ROWS>(g.groups, row_tile(), member);
