@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ class Typed:
 
     def __post_init__(self) -> None:
         dtype = self.array.dtype
-        own = dtype.name
+        own = _name_of(dtype)
         if not self.name:
             object.__setattr__(self, "name", own)
         elif self.name != own and (dtype != np.uint8 or TYPES.get(self.name, (0, 0, 0))[1:] not in ((8, 1), (4, 2))):
@@ -145,6 +146,17 @@ class Typed:
             assert managed is not None
             managed.flags |= READ_ONLY
         return capsule
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """NumPy takes microseconds to make a name."""
+    return dtype.name
+
+
+@cache
+def _is_ours(kind: type) -> bool:
+    return issubclass(kind, np.ndarray) or kind.__module__.partition(".")[0] == "cupy"
 
 
 def _device_of(array: Array) -> AbstractContextManager[Any]:
@@ -200,17 +212,23 @@ class _Renamed:
 def from_dlpack(x: Any, *, copy: bool | None = None) -> Typed:
     """What another library's array holds, as a NumPy or CuPy array over the same memory, and the type's name.
 
-    x        anything with __dlpack__ on the CPU or a CUDA device; of one that requires grad, what .detach() gives
+    x        anything with __dlpack__ on the CPU or a CUDA device; of one that requires grad, what .detach() gives.
+             NumPy and CuPy arrays, and what is Typed already, are taken as they are.
     copy     True always copies, False never, None where the other library has to
     returns  Typed: bfloat16 and plain types as they are, one-byte types as uint8; read_only where the library says so
              or (an unversioned capsule) says nothing
 
     The memory lives as long as the array. CuPy's current stream waits for the producer; a producer that reuses memory
     by the order of another stream (torch's side streams) must not free it before that has caught up.
-    Raises BufferError for another device, a type that fills no whole bytes, and what the library does not export.
+    Raises TypeError for what has no __dlpack__, BufferError for another device, a type that fills no whole bytes, and
+    what the library does not export.
     """
     if isinstance(x, Typed):
         return x if not copy else Typed(x.array.copy(), x.name)
+    if _is_ours(x.__class__):
+        return Typed(x.copy() if copy else x)
+    if not hasattr(x, "__dlpack__"):
+        raise TypeError(f"{type(x).__name__} is no NumPy or CuPy array and offers no DLPack")
     if getattr(x, "requires_grad", False) and hasattr(x, "detach"):
         x = x.detach()
     if hasattr(x, "resolve_neg"):  # a sign that torch keeps beside the memory, and does not export
