@@ -78,12 +78,16 @@ _pointer: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_ch
 )
 
 
-def _managed(capsule: Any) -> tuple[_DataType | None, _Versioned | None]:
-    """The type in a capsule, and its header where it is versioned; no type where its version is beyond us."""
+def _managed(capsule: Any) -> tuple[_Tensor | None, _Versioned | None]:
+    """The tensor in a capsule, and its header where it is versioned; no tensor where its version is beyond us."""
     if _is_valid(capsule, b"dltensor"):
-        return _Tensor.from_address(_pointer(capsule, b"dltensor")).dtype, None
+        return _Tensor.from_address(_pointer(capsule, b"dltensor")), None
     managed = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
-    return managed.tensor.dtype if managed.major == 1 else None, managed
+    return managed.tensor if managed.major == 1 else None, managed
+
+
+def _is_empty(tensor: _Tensor) -> bool:
+    return tensor.ndim > 0 and 0 in (ctypes.c_int64 * tensor.ndim).from_address(tensor.shape)
 
 
 # --- out ----------------------------------------------------------------------------------------
@@ -138,8 +142,9 @@ class Typed:
         with _device_of(array):
             capsule = array.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
         if type is not None:
-            dtype, _ = _managed(capsule)
-            assert dtype is not None
+            tensor, _ = _managed(capsule)
+            assert tensor is not None
+            dtype = tensor.dtype
             dtype.code, dtype.bits, dtype.lanes = type
         if self.read_only and not copy:
             _, managed = _managed(capsule)
@@ -197,9 +202,14 @@ class _Renamed:
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:
         capsule = self.producer.__dlpack__(*args, **options)
-        dtype, managed = _managed(capsule)
+        tensor, managed = _managed(capsule)
         self.read_only = managed is None or managed.flags & READ_ONLY != 0
-        if dtype is not None and dtype.code not in PLAIN:
+        if tensor is None:
+            return capsule  # NumPy and CuPy refuse a version that is too high
+        if tensor.data is None and not _is_empty(tensor):  # NumPy would allocate
+            raise BufferError("it has no memory of its own, as tensors that wrap others or only pretend have none")
+        dtype = tensor.dtype
+        if dtype.code not in PLAIN:
             type = dtype.code, dtype.bits, dtype.lanes
             name = NAMES.get(type)
             if name is None:

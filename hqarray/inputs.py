@@ -50,8 +50,8 @@ def as_array(values: Any, what: str) -> Array:
         values = typed.array
         if typed.name != values.dtype.name:
             raise TypeError(
-                f"{what} has dtype {typed.name}; float32, float16, bfloat16 and float64 are read, use .astype('float32')"
-                f", or QuantizedArray.from_buffers where these are codes"
+                f"{what} has dtype {typed.name}; float32, float16, bfloat16 and float64 are read, use .astype, or "
+                f"QuantizedArray.from_buffers where these are codes"
             )
     elif kind is not np.ndarray and isinstance(values, np.ndarray):  # np.matrix multiplies where arrays do not
         if isinstance(values, np.ma.MaskedArray):
