@@ -231,7 +231,7 @@ def from_dlpack(x: Any, *, copy: bool | None = None) -> Typed:
     The memory lives as long as the array. CuPy's current stream waits for the producer; a producer that reuses memory
     by the order of another stream (torch's side streams) must not free it before that has caught up.
     Raises TypeError for what has no __dlpack__, BufferError for another device, a type that fills no whole bytes, and
-    what the library does not export.
+    a tensor without memory; otherwise what the library, NumPy or CuPy raise where they refuse.
     """
     if isinstance(x, Typed):
         return x if not copy else Typed(x.array.copy(), x.name)
