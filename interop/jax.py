@@ -10,7 +10,8 @@ multiple of 64 bytes; anything else is copied. A JAX array never changes: do not
 
 from __future__ import annotations
 
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -167,6 +168,7 @@ def _fake(format: Format, x: Any, amax: Any) -> Any:
     given = (x,) if amax is None else (x, amax)
     if all(not isinstance(array, jax.core.Tracer) and len(array.devices()) == 1 for array in given):
         return _at_once(format, *(dlpack.from_dlpack(array).array for array in given))
+    _worker()
     result = jax.ShapeDtypeStruct(x.shape, ops._nominal(np.dtype(x.dtype)))
     return jax.pure_callback(partial(_on_host, format), result, *given, vmap_method="sequential")
 
@@ -185,8 +187,17 @@ def _at_once(format: Format, values: Array, amax: Array | None = None) -> Any:
     return _as_jax(Typed(y))
 
 
+@cache
+def _worker() -> ThreadPoolExecutor:
+    """One thread that rounds as the caller's does: XLA's own, which run callbacks, flush subnormals."""
+    pool = ThreadPoolExecutor(1, "hqarray")
+    pool.submit(int).result()  # a thread takes over how its maker rounds: it must be made now
+    return pool
+
+
 def _on_host(format: Format, values: Any, amax: Any = None) -> Any:
-    return ops.fake_quantize(np.asarray(values), format, amax=None if amax is None else np.asarray(amax))
+    whole = None if amax is None else np.asarray(amax)
+    return _worker().submit(ops.fake_quantize, np.asarray(values), format, amax=whole).result()
 
 
 __all__ = ["JaxPair", "JaxPart", "fake_quantize", "from_jax", "to_jax"]
