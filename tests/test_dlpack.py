@@ -262,6 +262,28 @@ def test_producers_of_older_versions_are_read():
         assert back.name == "float8_e5m2" and np.shares_memory(back.array, BYTES)
 
 
+def test_a_numpy_without_versions_exports_what_it_can(monkeypatch):
+    monkeypatch.setattr(dlpack, "NUMPY_KNOWS_VERSIONS", False)
+    array = BYTES.copy()
+    typed = Typed(array, "float8_e4m3fn")
+    for options, shares in (({}, True), ({"max_version": (1, 0)}, True), ({"copy": True}, False),
+                            ({"dl_device": (1, 0), "copy": False}, True)):
+        fields = read_capsule(typed.__dlpack__(**options))
+        assert not fields["versioned"] and fields["type"] == (10, 8, 1)
+        assert (fields["data"] == array.ctypes.data) == shares
+    with pytest.raises(BufferError, match="unsupported device"):
+        typed.__dlpack__(dl_device=(2, 0))
+    array.setflags(write=False)
+    read_only = Typed(array, "float8_e4m3fn")
+    assert read_capsule(read_only.__dlpack__(max_version=(1, 0)))["data"] != array.ctypes.data
+    with pytest.raises(BufferError, match="is read-only"):
+        read_only.__dlpack__(max_version=(1, 0), copy=False)
+    for copy in (None, False, True):
+        back = from_dlpack(Opaque(Typed(BYTES)), copy=copy).array
+        assert np.shares_memory(back, BYTES) != bool(copy)
+        testing.assert_bitwise_equal(back, BYTES)
+
+
 # --- devices and streams --------------------------------------------------------------------------
 
 
@@ -343,6 +365,28 @@ def test_cupy_is_the_consumer_of_what_is_on_a_gpu(device, monkeypatch):
     back = from_dlpack(producer)
     assert [options["stream"] for options in producer.asked] == [7]
     testing.assert_bitwise_equal(back.array, values)
+
+
+@named(("forced", "flagged", "read_only"), [
+    ({}, False, False), ({}, True, True), ({"max_version": None}, False, True),
+])
+def test_cupy_arrays_are_read_only_where_the_producer_says_so_or_nothing(forced, flagged, read_only, monkeypatch):
+    """CuPy's arrays have no flag of their own."""
+
+    class CuPy:
+        @staticmethod
+        def from_dlpack(x, **options):
+            return np.from_dlpack(type("Holder", (), {
+                "__dlpack__": lambda self, **_: x.__dlpack__(max_version=(1, 0), **options)})()).copy()
+
+    class Producer(Opaque):
+        def __dlpack_device__(self):
+            return 2, 0
+
+    monkeypatch.setattr(dlpack, "_cupy", lambda: CuPy)
+    for copy in (None, False, True):
+        back = from_dlpack(Producer(Typed(BYTES.copy(), "float8_e5m2", read_only=flagged), **forced), copy=copy)
+        assert back.read_only == (read_only and not copy) and back.name == "float8_e5m2"
 
 
 def test_without_cupy_an_array_on_a_gpu_is_refused(monkeypatch):
