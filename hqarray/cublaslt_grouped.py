@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -127,6 +127,9 @@ def refusal(bindings: Any, chip: tuple[int, int], product: Product) -> str | Non
 
 # --- plans --------------------------------------------------------------------------------------
 
+Operands: TypeAlias = tuple[int, int, int, int, int, int]
+"""Where the pointers of A, B and D lie, each before its layout."""
+
 
 class Plan:
     """Descriptor and algorithm of one grouped product; layouts for each block of arrays that it is run with.
@@ -140,7 +143,7 @@ class Plan:
         self.arrays = Arrays(product.num_groups)
         self._lock = threading.Lock()
         self._scales_at = 0
-        self._layouts: dict[int, tuple[int, int, int]] = {}
+        self._operands: dict[int, Operands] = {}
         self._made: list[int] = []
         self._descriptor = int(bindings.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["float32"]))
         weakref.finalize(self, _destroy, bindings, self._descriptor, self._made).atexit = False
@@ -157,7 +160,7 @@ class Plan:
         result = np.zeros(1, bindings.matmul_heuristic_result_dtype)
         self._result, self._algorithm = result, result.ctypes.data
         try:
-            self._choose(self._layouts_at(base))
+            self._choose(self._operands_at(base))
         except bindings.cuBLASLtError as error:
             raise Refused(str(error).partition(" You can set CUBLASLT_LOG_LEVEL")[0]) from None
 
@@ -176,18 +179,19 @@ class Plan:
             self._bindings.matmul_desc_set_attribute(self._descriptor, attribute, buffer.ctypes.data, 8)
         self._scales_at = base
 
-    def _layouts_at(self, base: int) -> tuple[int, int, int]:
-        """Layouts of A, B and D whose arrays lie there: they hold pointers, so there are some for each block."""
-        layouts = self._layouts.get(base)
-        if layouts is None:
+    def _operands_at(self, base: int) -> Operands:
+        """Operands whose arrays lie there: layouts hold pointers, so there are some for each block."""
+        operands = self._operands.get(base)
+        if operands is None:
             product, create = self.product, self._bindings.grouped_matrix_layout_create
             made = []
             for matrix, type in enumerate((product.b, product.a, product.type)):
                 at = (base + offset for offset in self.arrays.dimensions(matrix))
                 made.append(int(create(CUDA_TYPES[type], product.num_groups, *at)))
             self._made += made
-            layouts = self._layouts[base] = (made[0], made[1], made[2])
-        return layouts
+            a, b, d = (base + self.arrays.pointers(index) for index in range(3))
+            operands = self._operands[base] = (a, made[0], b, made[1], d, made[2])
+        return operands
 
     def _wanted(self) -> Iterator[tuple[int, Any]]:
         bindings, (m, n, k) = self._bindings, self.product.averages
@@ -198,14 +202,14 @@ class Plan:
         for attribute, value in zip(PREFERENCES.values(), (k, n, m), strict=True):  # its D is (n, m)
             yield attribute, np.array([value], np.int64)
 
-    def _choose(self, layouts: tuple[int, int, int]) -> None:
+    def _choose(self, operands: Operands) -> None:
         """Ask the heuristic for its best algorithm."""
         bindings, count = self._bindings, np.zeros(1, np.int32)
         preference = bindings.matmul_preference_create()
         try:
             for attribute, buffer in self._wanted():
                 bindings.matmul_preference_set_attribute(preference, attribute, buffer.ctypes.data, buffer.nbytes)
-            a, b, d = layouts
+            _, a, _, b, _, d = operands
             bindings.matmul_algo_get_heuristic(
                 self._handle, self._descriptor, a, b, d, d, preference, 1, self._algorithm, count.ctypes.data
             )
@@ -216,13 +220,12 @@ class Plan:
 
     def run(self, base: int, scalars: tuple[int, int], workspace: int, stream: int) -> None:
         """Launch on a stream; base is a block of `Arrays`, filled before in that stream. Scalars: alpha, beta."""
-        pointers = self.arrays.pointers
-        d = base + pointers(2)
+        alpha, beta = scalars
         with self._lock:
             if self.product.scales is not None:
                 self._point_scales(base)
-            layout_a, layout_b, layout_d = self._layouts_at(base)
+            a, layout_a, b, layout_b, d, layout_d = self._operands_at(base)
             self._bindings.matmul(
-                self._handle, self._descriptor, scalars[0], base, layout_a, base + pointers(1), layout_b, scalars[1],
-                d, layout_d, d, layout_d, self._algorithm, workspace, WORKSPACE_BYTES, stream,
+                self._handle, self._descriptor, alpha, a, layout_a, b, layout_b, beta, d, layout_d, d, layout_d,
+                self._algorithm, workspace, WORKSPACE_BYTES, stream,
             )

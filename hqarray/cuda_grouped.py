@@ -95,6 +95,7 @@ class _Part:
     scale_pitch: int
     codes_unit: int
     scales_unit: int
+    has_amax: bool
 
     @staticmethod
     def of(format: Format, rows: Sizes, k: int, *, columnwise: bool) -> _Part:
@@ -113,12 +114,12 @@ class _Part:
         if scales is not None:  # of the direction whose scales have one pitch for all members
             scale_pitch = scales.nbytes // (4 if storage.scale == "float32" else 1)
         return _Part(format, layout, is_along_rows, columns, codes.nbytes // 16, scale_pitch, codes.nbytes,
-                     _unit(scales))
+                     _unit(scales), format.measures_amax)
 
     def empty(self, rows: Sizes) -> GroupedPart:
         """A part in one allocation whose bytes are all written by the kernel that makes it."""
         sizes = rows if self.is_along_rows else self.each
-        return GroupedPart(self.format, self.layout, sizes, alloc(self.layout.nbytes), self.format.measures_amax)
+        return GroupedPart(self.format, self.layout, sizes, alloc(self.layout.nbytes), self.has_amax)
 
     def output(self, part: GroupedPart) -> tuple[int, int, int, int, int, int]:
         """`Output` of quantize.cu."""
@@ -136,15 +137,51 @@ class _Part:
 
 _NO_OUTPUT, _NO_SEGMENTS = (0,) * 6, (0,) * 4
 
+Parts: TypeAlias = tuple[GroupedPart | None, GroupedPart | None]
+"""Rowwise and columnwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One call of quantize_groups but for its pointers."""
+    """One call of quantize_groups but for its pointers and sizes; segments are those of both parts."""
 
+    device: int
+    capacity: int
+    k: int
     kernel: Kernel
     amax: Kernel | None
     rows: _Part | None
     columns: _Part | None
+    segments: tuple[int, ...]
+
+    def empty(self, rows: Sizes) -> Parts:
+        """New parts of members of those sizes, not yet written."""
+        return (None if self.rows is None else self.rows.empty(rows),
+                None if self.columns is None else self.columns.empty(rows))
+
+    def launch(
+        self, pointer: int, row_bytes: int, rows: Sizes, parts: Parts, whole: Array | None = None,
+        noop: Array | None = None, *, zeros_rest: bool,
+    ) -> None:
+        """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_groups."""
+        stream, groups, capacity, k = stream_of(self.device), groups_of(rows), self.capacity, self.k
+        flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
+        rowwise, columnwise = parts
+        if self.amax is not None:
+            if whole is not None:
+                whole_pointer = whole.data.ptr
+            else:
+                part = rowwise if rowwise is not None and rowwise.has_amax else columnwise
+                whole_pointer = part.memory.ptr + part.layout.work_offset  # type: ignore[union-attr]
+                memsetAsync(whole_pointer, 0, 4 * rows.num_groups, stream)
+                self.amax.launch(stream, _AMAX, pointer, row_bytes, capacity, k, whole_pointer, flag, *groups)
+                measured = 1
+        self.kernel.launch(
+            stream, _QUANTIZE, pointer, row_bytes, capacity, k, whole_pointer, flag,
+            *(_NO_OUTPUT if rowwise is None else self.rows.output(rowwise)),  # type: ignore[union-attr]
+            *(_NO_OUTPUT if columnwise is None else self.columns.output(columnwise)),  # type: ignore[union-attr]
+            measured, capacity, k, *groups, *self.segments, zeros_rest,
+        )
 
 
 _plans: dict[Any, _Plan] = {}
@@ -163,65 +200,38 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None)
             amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        parts = (None if format is None else _Part.of(format, rows, k, columnwise=columnwise)
-                 for format, columnwise in ((row, False), (column, True)))
-        plan = _plans[key] = _Plan(kernel, amax, *parts)
+        own, other = (None if format is None else _Part.of(format, rows, k, columnwise=columnwise)
+                      for format, columnwise in ((row, False), (column, True)))
+        segments = (n for part in (own, other) for n in (_NO_SEGMENTS if part is None else part.segments))
+        plan = _plans[key] = _Plan(device, rows.capacity, k, kernel, amax, own, other, tuple(segments))
     return plan
+
+
+def is_readable(values: Array) -> bool:
+    """Whether the kernels read a matrix where it lies."""
+    size = values.dtype.itemsize
+    return bool(size < 8 and (values.strides[1] == size or values.shape[1] <= 1))
 
 
 def _readable(values: Array) -> Array:
     """The matrix with contiguous rows."""
-    if values.dtype.itemsize == 8:
-        return _narrowed(values)
-    if values.strides[1] == values.dtype.itemsize or values.shape[1] <= 1:
+    if is_readable(values):
         return values
-    return cupy.ascontiguousarray(values)
+    return _narrowed(values) if values.dtype.itemsize == 8 else cupy.ascontiguousarray(values)
 
 
 def quantize_groups(
     values: Array, rows: Sizes, row: Format | None, column: Format | None, whole: Array | None = None,
-    out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Array | None = None,
-) -> tuple[GroupedPart | None, GroupedPart | None]:
+    out: Parts | None = None, noop: Array | None = None,
+) -> Parts:
     """See reference_grouped.quantize_groups: one launch, and one before it where an amax is measured."""
     with _on_device_of(values.data):
         values = _readable(values)
         plan = _plan(values, rows, row, column)
-        if out is not None:
-            parts = with_sizes(out, rows)
-        else:
-            parts = (None if plan.rows is None else plan.rows.empty(rows),
-                     None if plan.columns is None else plan.columns.empty(rows))
+        parts = plan.empty(rows) if out is None else with_sizes(out, rows)
         if rows.num_groups:
-            _launch(plan, values, rows, parts, whole, noop, zeros_rest=out is None)
+            plan.launch(values.data.ptr, values.strides[0], rows, parts, whole, noop, zeros_rest=out is None)
     return parts
-
-
-def _launch(
-    plan: _Plan, values: Array, rows: Sizes, parts: tuple[GroupedPart | None, GroupedPart | None],
-    whole: Array | None, noop: Array | None, *, zeros_rest: bool,
-) -> None:
-    stream, groups = stream_of(values.data.device_id), groups_of(rows)
-    pointer, row_bytes, k = values.data.ptr, values.strides[0], values.shape[1]
-    flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
-    rowwise, columnwise = parts
-    if plan.amax is not None:
-        if whole is not None:
-            whole_pointer = whole.data.ptr
-        else:
-            part = rowwise if rowwise is not None and rowwise.has_amax else columnwise
-            whole_pointer = part.memory.ptr + part.layout.work_offset  # type: ignore[union-attr]
-            memsetAsync(whole_pointer, 0, 4 * rows.num_groups, stream)
-            plan.amax.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, whole_pointer, flag, *groups)
-            measured = 1
-    plan.kernel.launch(
-        stream, _QUANTIZE, pointer, row_bytes, rows.capacity, k, whole_pointer, flag,
-        *(_NO_OUTPUT if rowwise is None else plan.rows.output(rowwise)),  # type: ignore[union-attr]
-        *(_NO_OUTPUT if columnwise is None else plan.columns.output(columnwise)),  # type: ignore[union-attr]
-        measured, rows.capacity, k, *groups,
-        *(_NO_SEGMENTS if plan.rows is None else plan.rows.segments),
-        *(_NO_SEGMENTS if plan.columns is None else plan.columns.segments),
-        int(zeros_rest),
-    )
 
 
 # --- decode -------------------------------------------------------------------------------------

@@ -43,21 +43,20 @@ A, B, OUT, SCRATCH = range(4)  # what a target lies in
 class Target:
     """`Target` of group_gemm.cu: members begin at base + offset + unit * (units before them).
 
-    divide > 0  units are spans; 0: a member is one unit; -1: units are the stacked rows
+    units  unit, divide and multiple; divide > 0: units are spans; 0: a member is one unit; -1: units are the stacked
+           rows
     """
 
     base: int
     offset: int
-    unit: int
-    divide: int = 0
-    multiple: int = 0
+    units: tuple[int, int, int]
 
 
-NOTHING = Target(SCRATCH, 0, 0)
+NOTHING = Target(SCRATCH, 0, (0, 0, 0))
 
 
 def _along(source: int, offset: int, span: Span) -> Target:
-    return Target(source, offset, span.nbytes, span.divide, span.multiple)
+    return Target(source, offset, (span.nbytes, span.divide, span.multiple))
 
 
 # --- sides --------------------------------------------------------------------------------------
@@ -114,8 +113,8 @@ class _Rows:
 
     def target(self, source: int, offset: int, row_bytes: int) -> Target:
         if self.each is None:
-            return Target(source, offset, row_bytes, -1)
-        return Target(source, offset, row_bytes * self.each)
+            return Target(source, offset, (row_bytes, -1, 0))
+        return Target(source, offset, (row_bytes * self.each, 0, 0))
 
 
 def _side(
@@ -133,9 +132,10 @@ def _side(
     if storage.scale == "none":
         return side
     if layout.scales is None:
-        scales = Target(source, layout.scales_offset, 4)
+        scales = Target(source, layout.scales_offset, (4, 0, 0))
     elif sizes.each is not None:
-        scales = Target(source, layout.scales_offset, layout.scales.nbytes * layout.scales.units(sizes.each))
+        unit = layout.scales.nbytes * layout.scales.units(sizes.each)
+        scales = Target(source, layout.scales_offset, (unit, 0, 0))
     else:
         scales = _along(source, layout.scales_offset, layout.scales)
     return replace(side, scale=cublaslt_grouped.SCALE_MODES[storage.block], scales=scales)
@@ -198,12 +198,12 @@ class SetUp:
     row_bytes: int               # of the result, where the kernel zeroes rows behind the last member; else 0
 
     def launch(self, bases: tuple[int, int, int, int], groups: Groups, arrays: int, stream: int) -> None:
-        targets: list[int] = []
-        for t in self.targets:
-            targets += (bases[t.base] + t.offset, t.unit, t.divide, t.multiple)
+        b, a, result, scales_b, scales_a = self.targets
         self.kernel.launch(
-            stream, _SET_UP, *groups, *targets, *self.constants, arrays, bases[OUT] if self.row_bytes else 0,
-            self.row_bytes,
+            stream, _SET_UP, *groups, bases[b.base] + b.offset, *b.units, bases[a.base] + a.offset, *a.units,
+            bases[result.base] + result.offset, *result.units, bases[scales_b.base] + scales_b.offset, *scales_b.units,
+            bases[scales_a.base] + scales_a.offset, *scales_a.units, *self.constants, arrays,
+            bases[OUT] if self.row_bytes else 0, self.row_bytes,
         )
 
 
@@ -216,19 +216,17 @@ class Finish:
     n: int
     row_bytes: int
     zeros_rest: bool
+    bias_bytes: int  # between rows of the bias
     scalars: tuple[int, int] = (0, 0)  # offsets in the parts
     sum: int = -1                      # offset in scratch memory; -1: a sum over nothing
     sum_pitch: int = 0
 
-    def launch(
-        self, bases: tuple[int, int, int, int], groups: Groups, bias: Array | None, stream: int
-    ) -> None:
+    def launch(self, bases: tuple[int, int, int, int], groups: Groups, bias: int, stream: int) -> None:
         a, b, out, scratch = bases
         of_a, of_b = self.scalars
         self.kernel.launch(
-            stream, _FINISH, scratch + self.sum if self.sum >= 0 else 0, self.sum_pitch,
-            0 if bias is None else bias.data.ptr, out, self.row_bytes, 0, 0, 0, self.n,
-            *(groups if self.groups is None else self.groups), 0 if bias is None else bias.strides[0],
+            stream, _FINISH, scratch + self.sum if self.sum >= 0 else 0, self.sum_pitch, bias, out, self.row_bytes,
+            0, 0, 0, self.n, *(groups if self.groups is None else self.groups), self.bias_bytes,
             a + of_a if of_a else 0, b + of_b if of_b else 0, self.zeros_rest,
         )
 
@@ -240,6 +238,8 @@ class Call:
     keeps     the layouts whose identity stands for them in a key
     sizes     name of the request's sizes that are ragged, None where all members are alike
     capacity  of those sizes, in both parts
+    decodes   kernels that make operands, each with what it reads: A or B
+    scalars   pointers to alpha and beta
     arrays    one block of `Arrays` for each stream: a call waits there for the one before
     """
 
@@ -251,10 +251,10 @@ class Call:
     groups: Groups
     sizes: str | None
     capacity: int
-    sides: tuple[Side, Side] | None = None
+    decodes: tuple[tuple[int, Decode], ...] = ()
     set_up: SetUp | None = None
     plan: Plan | None = None
-    beta: int = 0
+    scalars: tuple[int, int] = (0, 0)
     zero_first: int = 0  # bytes of the result that are zeroed before
     finish: Finish | None = None
     scratch_bytes: int = 0
@@ -263,10 +263,14 @@ class Call:
 
     def __call__(self, request: Request) -> Array:
         """Launch for a request like the one it was made for."""
+        sizes = request.m if self.sizes is None else getattr(request, self.sizes)
+        return self.run(request.a, request.b, sizes, request.out, request.bias)
+
+    def run(self, a: GroupedPart, b: GroupedPart, ragged: Sizes, out: Array | None, bias: Array | None) -> Array:
+        """Launch for the pieces of such a request; ragged are its sizes that are, any where none are."""
         if getDevice() != self.device:
             with cupy.cuda.Device(self.device):
-                return self(request)
-        out = request.out
+                return self.run(a, b, ragged, out, bias)
         if out is None:
             out = cupy.ndarray(self.shape, self.dtype)
         if self.is_empty:
@@ -274,7 +278,7 @@ class Call:
         stream = cuda.stream_of(self.device)
         groups = self.groups
         if self.sizes is not None:
-            pointer, kind, count, each, _, alignment = groups_of(getattr(request, self.sizes))
+            pointer, kind, count, each, _, alignment = groups_of(ragged)
             groups = (pointer, kind, count, each, self.capacity, alignment)
         is_capturing, base = streamIsCapturing(stream), 0
         if self.scratch_bytes:
@@ -282,31 +286,25 @@ class Call:
             base = memory.ptr
             if is_capturing:
                 _captured.append(memory)
-        bases = (request.a.memory.ptr, request.b.memory.ptr, out.data.ptr, base)
+        bases = (a.memory.ptr, b.memory.ptr, out.data.ptr, base)
         if self.plan is not None:
             self._multiply(bases, groups, stream, is_capturing)
         if self.finish is not None:
-            self.finish.launch(bases, groups, request.bias, stream)
+            self.finish.launch(bases, groups, 0 if bias is None else bias.data.ptr, stream)
         return out
 
     def _multiply(self, bases: tuple[int, int, int, int], groups: Groups, stream: int, is_capturing: bool) -> None:
-        plan, set_up, sides = self.plan, self.set_up, self.sides
-        assert plan is not None and set_up is not None and sides is not None
-        for side, part in zip(sides, bases, strict=False):
-            if side.decode is not None:
-                side.decode.launch(part, bases[SCRATCH], groups, stream)
+        plan, set_up = self.plan, self.set_up
+        assert plan is not None and set_up is not None
+        for source, decode in self.decodes:
+            decode.launch(bases[source], bases[SCRATCH], groups, stream)
         if self.zero_first:
             memsetAsync(bases[OUT], 0, self.zero_first, stream)
-        if cublaslt_grouped.DEVICE_SCALARS:
-            constants = _constants(self.device)
-            scalars = constants[1], constants[self.beta]
-        else:
-            scalars = cublaslt.HOST_SCALARS[self.beta]
         space = workspace(self.device, stream, "grouped")
         with self.lock:  # another thread on this stream would fill the same arrays
             arrays = self.arrays_of(stream, is_capturing)
             set_up.launch(bases, groups, arrays, stream)
-            plan.run(arrays, scalars, space, stream)
+            plan.run(arrays, self.scalars, space, stream)
 
     def arrays_of(self, stream: int, is_capturing: bool) -> int:
         """Pointer to a block of `Arrays`: this stream's, or one of a graph's own."""
@@ -344,6 +342,11 @@ def multiply(request: Request) -> Array:
                 _calls.clear()
             _calls[key] = call
         return call(readable)
+
+
+def call_of(request: Request) -> Call | None:
+    """The call that multiplied a request before; None where its arrays were copied first."""
+    return _calls.get(_key(request))
 
 
 def _key(request: Request) -> Key:
@@ -388,7 +391,8 @@ def _make(request: Request) -> Call:
     if call.is_empty:
         return call
     zeros_rest = axis == "m" and out is None
-    finish = Finish(None, None if axis == "m" else groups, n, n * dtype.itemsize, zeros_rest)
+    finish = Finish(None, None if axis == "m" else groups, n, n * dtype.itemsize, zeros_rest,
+                    0 if bias is None else bias.strides[0])
     what = traits.Finish(dtype.name, _name(bias), None, request.activation == "gelu", request.accumulate, grouped=True)
     if not (request.k.each if axis != "k" else ragged.capacity):
         return replace(call, finish=replace(finish, kernel=_finish_kernel(what, capacity, num_groups, n, device)))
@@ -422,13 +426,24 @@ def _make(request: Request) -> Call:
             what = replace(what, scaled=any(scalars))
             kernel = _finish_kernel(what, capacity, num_groups, n, device)
             last = replace(finish, kernel=kernel, scalars=scalars, sum=sum_offset, sum_pitch=pitch)
+        decodes = tuple((source, side.decode) for source, side in zip((A, B), sides, strict=True)
+                        if side.decode is not None)
         return replace(
-            call, sides=sides, set_up=set_up, plan=plan, beta=int(request.accumulate and is_direct), finish=last,
+            call, decodes=decodes, set_up=set_up, plan=plan, finish=last,
+            scalars=_scalars(int(request.accumulate and is_direct), device),
             zero_first=capacity * pitch * itemsize if gaps else 0, scratch_bytes=scratch.nbytes,
         )
     version = cublaslt.version_text(cublaslt.library().get_version())
     raise Unavailable(f"cuBLASLt {version} refuses a grouped product: {refused}; give the sizes on the host, so that "
                       f"members are multiplied one by one")
+
+
+def _scalars(beta: int, device: int) -> tuple[int, int]:
+    """Pointers to an alpha of one and a beta of zero or one."""
+    if not cublaslt_grouped.DEVICE_SCALARS:
+        return cublaslt.HOST_SCALARS[beta]
+    constants = _constants(device)
+    return constants[1], constants[beta]
 
 
 def _engine(request: Request, chip: tuple[int, int]) -> gemm.Engine:

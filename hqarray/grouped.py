@@ -9,8 +9,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -215,7 +216,7 @@ class GroupedArray:
     @property
     def T(self) -> GroupedArray:
         """The X_i.T: the two parts change places; no data moves."""
-        return GroupedArray(self.columnwise, self.rowwise, self.columns, self.rows, self.dtype)
+        return unchecked(self.columnwise, self.rowwise, self.columns, self.rows, self.dtype)
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> GroupedArray:
         """Without the named part; its memory is freed with the last array that holds it.
@@ -316,9 +317,7 @@ class GroupedArray:
     def __matmul__(self, other: Any) -> Any:
         if not isinstance(other, (GroupedArray, HybridArray)) and not _is_operand(other):
             return NotImplemented
-        from . import grouped_ops
-
-        return grouped_ops.grouped_matmul(self, other)
+        return _grouped_ops().grouped_matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
         if not isinstance(other, HybridArray) and not _is_operand(other):
@@ -382,6 +381,32 @@ class GroupedArray:
             rows += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
         rows += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
         return html_table("GroupedArray", [*rows, ("bytes", describe_bytes(self.nbytes))])
+
+
+@cache
+def _grouped_ops() -> ModuleType:
+    """For calls so short that an import statement shows."""
+    from . import grouped_ops
+
+    return grouped_ops
+
+
+_new = object.__new__
+_set = tuple(getattr(GroupedArray, name).__set__ for name in GroupedArray.__slots__)
+
+
+def unchecked(
+    rowwise: Part | None, columnwise: Part | None, rows: Sizes, columns: Sizes, dtype: np.dtype[Any]
+) -> GroupedArray:
+    """GroupedArray(...) of parts that are known to fit: the checks take longer than all else in a warm call."""
+    array = _new(GroupedArray)
+    set_rowwise, set_columnwise, set_rows, set_columns, set_dtype = _set
+    set_rowwise(array, rowwise)
+    set_columnwise(array, columnwise)
+    set_rows(array, rows)
+    set_columns(array, columns)
+    set_dtype(array, dtype)
+    return array
 
 
 def _describe(sizes: Sizes) -> str:

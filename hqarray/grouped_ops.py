@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from . import gemm, grouped_gemm, ops, reference_grouped
 from .arrays import DIRECTIONS, Direction, HybridArray
 from .formats import Format, HighPrecision, as_format
-from .grouped import GroupedArray, Part
+from .grouped import GroupedArray, Part, unchecked
 from .grouped_inputs import as_amaxes, as_stacked, host_sizes, is_on_gpu
 from .grouped_parts import (
     GroupedPart,
@@ -31,21 +32,23 @@ Formats = tuple[Format | None, Format | None]
 
 
 @cache
-def _quantize_groups(on_host: bool) -> Any:
+def _backend(on_host: bool) -> ModuleType:
+    """The module that quantizes and decodes groups."""
     if on_host:
-        return reference_grouped.quantize_groups
-    from .cuda_grouped import quantize_groups  # type: ignore[import-not-found,unused-ignore]
+        return reference_grouped
+    from . import cuda_grouped
 
-    return quantize_groups
+    return cuda_grouped
 
 
 @cache
-def _dequantize_groups(on_host: bool) -> Any:
-    if on_host:
-        return reference_grouped.dequantize_groups
-    from .cuda_grouped import dequantize_groups  # type: ignore[import-not-found,unused-ignore]
+def _warm(kind: type) -> ModuleType | None:
+    """The module that looks up calls with arrays, or memory, of a type; None where that is not a GPU's."""
+    if ops._gpu_of(kind) is None:
+        return None
+    from . import cuda_grouped_warm
 
-    return dequantize_groups
+    return cuda_grouped_warm
 
 
 # --- quantize -----------------------------------------------------------------------------------
@@ -79,6 +82,11 @@ def grouped_quantize(
     Bit for bit what quantize makes of each matrix alone. On a device, a negative size counts as 0 and what passes T
     is cut off (g.validate() raises). Raises ValueError for sizes on the host that do not fit.
     """
+    given = (values, sizes, offsets, (rowwise, columnwise), alignment, out)
+    warm = _warm(values.__class__) if amax is None and noop is None else None
+    done: GroupedArray | None = None if warm is None else warm.quantize(*given)
+    if done is not None:
+        return done
     values = as_array(values, "values")
     if isinstance(out, GroupedArray):
         rowwise, columnwise = _formats_of(out, rowwise, columnwise)
@@ -92,7 +100,10 @@ def grouped_quantize(
     whole = None if amax is None else as_amaxes(amax, formats, values, rows.num_groups)
     if out is not None:
         _check_out(out, matrix, rows, formats)
-    return _quantize(matrix, rows, formats, whole, out, flag)
+    group = _quantize(matrix, rows, formats, whole, out, flag)
+    if warm is not None:
+        warm.keep_quantize(*given, matrix, group)
+    return group
 
 
 def _quantize(
@@ -100,9 +111,9 @@ def _quantize(
     noop: Any = None,
 ) -> GroupedArray:
     parts = None if out is None else (out.rowwise, out.columnwise)
-    rowwise, columnwise = _quantize_groups(place(matrix) < 0)(matrix, rows, *formats, whole, parts, noop)
+    rowwise, columnwise = _backend(place(matrix) < 0).quantize_groups(matrix, rows, *formats, whole, parts, noop)
     columns = Sizes.uniform(rows.num_groups, matrix.shape[1])
-    return GroupedArray(rowwise, columnwise, rows, columns, ops._nominal(matrix.dtype))
+    return unchecked(rowwise, columnwise, rows, columns, ops._nominal(matrix.dtype))
 
 
 def _resolve(rowwise: Any, columnwise: Any, dtype: np.dtype[Any], wanted_by: str) -> Formats:
@@ -222,9 +233,7 @@ def _is_own_memory(values: Array, format: Format) -> bool:
     return values.shape[-1] * values.itemsize % PITCH == 0 and pointer % PITCH == 0
 
 
-def from_arrays(
-    arrays: list[Any], rowwise: Format | str | None, columnwise: Format | str | None
-) -> GroupedArray:
+def from_arrays(arrays: list[Any], rowwise: Format | str | None, columnwise: Format | str | None) -> GroupedArray:
     """See GroupedArray.from_arrays."""
     if not arrays:
         raise ValueError("from_arrays needs at least one array")
@@ -323,7 +332,7 @@ def dequantize(array: GroupedArray, *, source: Direction | None = None, dtype: A
     if isinstance(part, ScatteredPart):
         return [ops.dequantize(x, source=direction, dtype=wanted) for x in array]
     columnwise = direction == "columnwise"
-    values = _dequantize_groups(part.ordinal < 0)(part, wanted, transposed=columnwise)
+    values: Array = _backend(part.ordinal < 0).dequantize_groups(part, wanted, transposed=columnwise)
     groups, m, k = array.shape
     if m is None or k is None:
         return values
@@ -360,6 +369,12 @@ def grouped_matmul(
              where both are. A sum over an empty k is zero.
     Otherwise as hqarray.matmul.
     """
+    given = (a, b, out, bias, (out_dtype, activation, accumulate, engine))
+    is_plain = type(a) is type(b) is GroupedArray and a.rowwise is not None
+    warm = _warm(a.rowwise.memory.__class__) if is_plain else None
+    done: Array | None = None if warm is None else warm.matmul(*given)
+    if done is not None:
+        return done
     product, chosen = _product(a, b, engine)
     if isinstance(out, tuple):
         raise NotImplementedError("out=(y, aux) is not built for groups; store a @ b + bias with a call of its own")
@@ -387,6 +402,8 @@ def grouped_matmul(
         target = side if side is None or side.flags.c_contiguous else namespace(side).ascontiguousarray(side)
     request = product.request(dtype, target, bias, activation, accumulate, chosen)
     result = grouped_gemm.multiply(request) if ordinal < 0 else _multiply_on_gpu(request)
+    if warm is not None and target is side:
+        warm.keep_matmul(*given, request, product.is_transposed)
     if out is None:
         return result.T if product.is_transposed else result
     if target is not side:

@@ -339,10 +339,11 @@ def with_sizes(
     parts: tuple[GroupedPart | None, GroupedPart | None], rows: Sizes
 ) -> tuple[GroupedPart | None, GroupedPart | None]:
     """The parts of row-ragged matrices with other sizes, in the same buffers; uniform ones as they are."""
-    rowwise, columnwise = (
-        part if part is None or rows.each is not None else part.with_sizes(rows) for part in parts
-    )
-    return rowwise, columnwise
+    if rows.each is not None:
+        return parts
+    rowwise, columnwise = parts
+    return (None if rowwise is None else rowwise.with_sizes(rows),
+            None if columnwise is None else columnwise.with_sizes(rows))
 
 
 def zeros_scattered(

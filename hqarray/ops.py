@@ -242,9 +242,7 @@ def matmul(
     """
     choices = (out_dtype, activation, accumulate, engine)
     if isinstance(a, GroupedArray) or isinstance(b, GroupedArray):
-        from . import grouped_ops
-
-        return grouped_ops.grouped_matmul(
+        return _grouped_ops().grouped_matmul(
             a, b, out=out, out_dtype=out_dtype, bias=bias, activation=activation, accumulate=accumulate, engine=engine
         )
     if _gpu_of(_memory_type(a)) is not None:
@@ -301,6 +299,13 @@ def _gpu_gemm() -> ModuleType:
     from . import cuda_gemm
 
     return cuda_gemm
+
+
+@cache
+def _grouped_ops() -> ModuleType:
+    from . import grouped_ops
+
+    return grouped_ops
 
 
 def _gpu_module(a: Any, b: Any) -> ModuleType | None:

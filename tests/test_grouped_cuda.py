@@ -159,6 +159,21 @@ def test_out_is_written_in_place_and_nothing_behind_the_last_member(cupy):
         assert bool((again.rowwise.padded_codes[258:].view(np.uint8) == 0xAB).all())
 
 
+@pytest.mark.parametrize("kind", ["int32", "int64", "ends"])
+@pytest.mark.parametrize(("row", "column"), [("mxfp8", None), ("nvfp4", "fp8_e4m3"), (None, "fp8_block_1x128")])
+def test_a_warm_call_reads_the_values_and_sizes_of_that_call(cupy, row, column, kind):
+    out = None
+    for seed, sizes in enumerate(([5, 0, 131, 1], [100, 0, 0, 37], [0, 137, 0, 0], [0, 0, 0, 0], [34, 34, 34, 35])):
+        x = testing.matrix("wide", (140, 136), BFLOAT16, seed=seed)
+        theirs = hq.grouped_quantize(x, sizes, rowwise=row, columnwise=column)
+        given = device_sizes(cupy, sizes, kind)
+        fresh = hq.grouped_quantize(cupy.asarray(x), **given, rowwise=row, columnwise=column)
+        assert_same(fresh, theirs)
+        out = fresh if out is None else out
+        for i, member in enumerate(on_host(hq.grouped_quantize(cupy.asarray(x), **given, out=out))):
+            testing.assert_bitwise_equal(member, theirs[i])
+
+
 def test_a_flag_that_is_set_leaves_the_group_as_it_is(cupy):
     x = cupy.asarray(values(256, 128))
     out = hq.grouped_quantize(x, [128, 128], rowwise="nvfp4", columnwise="mxfp8")

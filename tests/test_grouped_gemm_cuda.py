@@ -495,9 +495,10 @@ def test_float32_is_multiplied_one_by_one_where_the_host_knows_the_sizes(cupy):
 
 
 def test_an_older_library_multiplies_one_by_one_or_says_what_to_install(cupy, monkeypatch):
-    from hqarray import cuda_grouped_gemm
+    from hqarray import cuda_grouped_gemm, cuda_grouped_warm
 
     monkeypatch.setattr(cublaslt_grouped, "OLDEST", dict.fromkeys(cublaslt_grouped.OLDEST, 990000))
+    monkeypatch.setattr(cuda_grouped_warm, "_products", {})
     for name in ("_calls", "_plans"):
         monkeypatch.setattr(cuda_grouped_gemm, name, {})
     sizes, gw = [5, 0, 131, 1], weights(cupy, 4, 40, 136, "mxfp8")
