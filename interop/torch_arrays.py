@@ -1,0 +1,317 @@
+"""Parts as torch tensors with torch's float8 types and back, over the same memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch  # noqa: TID253  this module names torch
+
+from hqarray.arrays import HybridArray, QuantizedArray
+from hqarray.buffers import Packed
+from hqarray.formats import BFLOAT16, FORMATS, Format, Storage, as_format
+from hqarray.grouped_parts import GroupedPart
+from hqarray.layout import Array, part_layout
+
+NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16,
+    torch.float64: np.dtype(np.float64), torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64),
+    torch.uint8: np.dtype(np.uint8),
+}
+TORCH_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+
+BYTES = np.dtype(np.uint8)
+
+
+class TorchPart(NamedTuple):
+    """A part as tensors.
+
+    codes         (outer, k) of torch's type of the element; FP4 (outer, ceil(k / 2)) float4_e2m1fn_x2; FP6 uint8
+    scales        of the logical shape, any strides; None where the format has none
+    global_scale  float32 (1,) where the format has one
+    """
+
+    codes: Any
+    scales: Any = None
+    global_scale: Any = None
+
+
+class TorchPair(NamedTuple):
+    """The parts of a HybridArray as tensors; columnwise is that of X.T."""
+
+    rowwise: TorchPart | None = None
+    columnwise: TorchPart | None = None
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@cache
+def _cuda() -> Any:
+    from hqarray.interop import torch_cuda
+
+    return torch_cuda
+
+
+def as_array(tensor: Any, what: str = "the tensor") -> Array:
+    """A tensor as a NumPy or CuPy array over the same memory, one-byte types as uint8. Orders no streams."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} is {type(tensor).__name__}, not a torch.Tensor; torch.as_tensor(...) makes one")
+    dtype = NUMPY_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        if tensor.element_size() != 1:
+            raise TypeError(f"{what} has dtype {tensor.dtype}, which is not read; use .to(torch.float32)")
+        dtype = BYTES
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_cuda:
+        return _cuda().as_array(tensor, dtype)
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise TypeError(f"{what} is {tensor.layout} on {tensor.device}; dense tensors on the CPU or CUDA are read")
+    if dtype == BFLOAT16:
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
+    return (tensor if tensor.dtype in NUMPY_DTYPES else tensor.view(torch.uint8)).numpy()
+
+
+def as_tensor(array: Array) -> Any:
+    """A NumPy or CuPy array as a tensor over the same memory. Orders no streams."""
+    dtype = TORCH_DTYPES[array.dtype]
+    if not isinstance(array, np.ndarray):
+        return _cuda().as_tensor(array.data, dtype, array.shape, tuple(n // dtype.itemsize for n in array.strides))
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def on_torch(device: Any) -> AbstractContextManager[None]:
+    """What hqarray does inside runs on torch's current stream, in memory of torch's allocator; nothing on the CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return nullcontext()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    context: AbstractContextManager[None] = _cuda().on_torch(index)
+    return context
+
+
+# --- parts in one tensor ------------------------------------------------------------------------
+
+
+def emptied(part: QuantizedArray | GroupedPart) -> tuple[Any, Any]:
+    """The part without its memory, and its memory as a tensor of bytes: what autograd can save."""
+    if isinstance(part, GroupedPart):
+        return replace(part, memory=None), _bytes_of(part.memory, part.layout.nbytes)
+    buffers = part.buffers
+    assert isinstance(buffers, Packed)
+    hollow = QuantizedArray(part.format, part.shape, replace(buffers, memory=None))
+    return hollow, _bytes_of(buffers.memory, buffers.layout.nbytes)
+
+
+def filled(hollow: Any, tensor: Any) -> Any:
+    """The part over the bytes of a tensor; inverse of emptied."""
+    memory = _cuda().pointer_to(tensor) if tensor.is_cuda else tensor.numpy()
+    if isinstance(hollow, GroupedPart):
+        return replace(hollow, memory=memory)
+    return QuantizedArray(hollow.format, hollow.shape, replace(hollow.buffers, memory=memory))
+
+
+def _bytes_of(memory: Any, nbytes: int) -> Any:
+    if isinstance(memory, np.ndarray):
+        return torch.from_numpy(memory)
+    return _cuda().as_tensor(memory, torch.uint8, (nbytes,))
+
+
+# --- out ----------------------------------------------------------------------------------------
+
+
+def torch_type(name: str) -> Any:
+    """Torch's dtype of that name, two FP4 codes in a byte; uint8 where torch has none (FP6)."""
+    return getattr(torch, name, None) or getattr(torch, f"{name}_x2", torch.uint8)
+
+
+@cache
+def _types(storage: Storage) -> tuple[Any, Any]:
+    """Torch's dtypes of codes and scales."""
+    return torch_type(storage.element.dtype_name), torch_type(storage.scale_dtype_name)
+
+
+def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
+    """A part as tensors of torch's types, or a HybridArray as a pair of these, sharing memory.
+
+    On CUDA torch's current stream waits for what CuPy's current stream has been given. The memory is freed with the
+    last tensor or array that holds it, in the order of the stream that it was allocated for.
+    Scales that lie in tiles, which are no strided view, are a copy.
+    """
+    if isinstance(array, HybridArray):
+        rows, columns = (None if p is None else to_torch(p) for p in (array.rowwise, array.columnwise))
+        return TorchPair(rows, columns)  # type: ignore[arg-type]
+    if not isinstance(array, QuantizedArray):
+        raise TypeError(f"to_torch takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
+    storage, buffers, ordinal = array.format.storage, array.buffers, array.ordinal
+    if ordinal >= 0:
+        _cuda().order(ordinal, torch_first=False)
+    codes_type, scales_type = _types(storage)
+    if isinstance(buffers, Packed):
+        part = _views(buffers, codes_type, scales_type)
+    else:
+        whole = array.global_scale
+        part = TorchPart(
+            _typed(array.codes, codes_type), _typed(array.scales, scales_type),
+            None if whole is None else as_tensor(whole),
+        )
+    return part if storage.scale != "none" else part._replace(scales=None)
+
+
+def _typed(array: Array, dtype: Any) -> Any:
+    tensor = as_tensor(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _views(buffers: Packed, codes_type: Any, scales_type: Any) -> TorchPart:
+    """Views of one tensor of bytes."""
+    layout = buffers.layout
+    base = _bytes_of(buffers.memory, layout.nbytes)
+    codes, itemsize = layout.codes, layout.codes_dtype.itemsize
+    of_codes = base.view(codes_type) if itemsize == 1 else base[: codes.nbytes].view(codes_type)
+    whole = None
+    if buffers.has_global_scale:
+        start = layout.global_scale_offset
+        whole = base[start : start + 4].view(torch.float32)
+    itemsize = layout.scales_dtype.itemsize
+    end = layout.scales_offset + int(np.prod(layout.scales_shape)) * itemsize
+    scales = base[layout.scales_offset : end].view(scales_type).view(layout.scales_shape)
+    return TorchPart(
+        of_codes.as_strided((codes.outer, codes.columns), (codes.pitch, 1)),
+        layout.scales.untile(scales, *layout.num_scales), whole,
+    )
+
+
+# --- in -----------------------------------------------------------------------------------------
+
+
+def from_torch(
+    parts: TorchPart | TorchPair | tuple[Any, ...],
+    *,
+    format: Format | str | tuple[Format | str | None, Format | str | None] | None = None,
+    shape: tuple[int, ...] | None = None,
+    dtype: Any = None,
+) -> QuantizedArray | HybridArray:
+    """Tensors as a part, or a TorchPair as a HybridArray, sharing memory: the inverse of to_torch.
+
+    parts    TorchPart, or (codes, scales, global_scale) as it has them; codes may also be uint8
+    format   default the one whose types and shapes these are; of a pair one or two
+    shape    (outer, k), default that of codes, k even for FP4; of a pair X's
+    dtype    nominal dtype of a pair, torch's or NumPy's; default float32
+    returns  QuantizedArray, of a pair HybridArray; not in the library's own layout, which a GEMM copies it to, unless
+             the tensors are what to_torch gave
+
+    On CUDA CuPy's current stream waits for what torch's current stream has been given.
+    Raises ValueError where no format or more than one fits, TypeError for what is no tensor.
+    """
+    if isinstance(parts, TorchPair):
+        formats = format if isinstance(format, tuple) else (format, format)
+        matrix = None if shape is None else (int(np.prod(shape[:-1])), shape[-1])
+        shapes = (matrix, None if matrix is None else matrix[::-1])
+        rows, columns = (
+            None if part is None else _part_of(part, wanted, size)
+            for part, wanted, size in zip(parts, formats, shapes, strict=True)
+        )
+        nominal = np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
+        return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
+    if isinstance(format, tuple) or dtype is not None:
+        raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair")
+    return _part_of(TorchPart(*parts), format, shape)
+
+
+def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> QuantizedArray:
+    codes = part.codes
+    for name, tensor in zip(part._fields, part, strict=True):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+        if tensor is not None and tensor.device != codes.device:
+            raise ValueError(f"{name} is on {tensor.device}, codes on {codes.device}; move one")
+    if codes.ndim != 2:
+        raise ValueError(f"codes are (outer, k), these are {tuple(codes.shape)}; use .flatten(0, -2)")
+    format = _fitting(part, shape) if format is None else as_format(format)
+    storage = format.storage
+    if codes.dtype not in (_types(storage)[0], torch.uint8):
+        raise TypeError(f"codes of {format.name} are {_types(storage)[0]} or torch.uint8, these are {codes.dtype}")
+    if part.scales is not None and part.scales.dtype not in (_types(storage)[1], torch.uint8):
+        raise TypeError(f"scales of {format.name} are {_types(storage)[1]}, these are {part.scales.dtype}")
+    size = _shape_of(codes, storage) if shape is None else (int(shape[0]), int(shape[1]))
+    if codes.is_cuda:
+        _cuda().order(codes.get_device(), torch_first=True)
+    own = _own_memory(part, storage, size)
+    if own is not None:
+        return filled(QuantizedArray(format, size, own), _whole(part, own.layout.nbytes))  # type: ignore[no-any-return]
+    arrays = [None if tensor is None else as_array(tensor) for tensor in part]
+    if storage.scale == "none":
+        arrays[1] = None
+    return QuantizedArray.from_buffers(arrays[0], arrays[1], format, size, global_scale=arrays[2])
+
+
+def _shape_of(codes: Any, storage: Storage) -> tuple[int, int]:
+    outer, columns = codes.shape
+    return outer, columns * 2 if storage.element.stored_bits == 4 else columns
+
+
+def _own_memory(part: TorchPart, storage: Storage, shape: tuple[int, int]) -> Packed | None:
+    """Packed, but for its memory, where the tensors lie in one storage as our layout has them; else None.
+
+    Then they are what to_torch gave, and their padding is zero.
+    """
+    if storage.scale == "none":  # codes alone do not tell whose they are
+        return None
+    layout, codes = part_layout(storage, shape), part.codes
+    memory, start = codes.untyped_storage(), codes.data_ptr()
+    if codes.stride() != (layout.codes.pitch, 1) or memory.data_ptr() != start or memory.nbytes() != layout.nbytes:
+        return None
+    offsets = (layout.scales_offset, layout.global_scale_offset)
+    for tensor, offset in zip(part[1:], offsets, strict=True):
+        if tensor is not None and tensor.numel() and tensor.data_ptr() != start + offset:
+            return None
+    probe = torch.empty(layout.scales_shape, device="meta")
+    if part.scales is not None and part.scales.stride() != layout.scales.untile(probe, *layout.num_scales).stride():
+        return None
+    if storage.global_scale and part.global_scale is None:
+        return None
+    return Packed(None, layout, storage.global_scale, False)
+
+
+def _whole(part: TorchPart, nbytes: int) -> Any:
+    """All bytes of the storage that a part lies in."""
+    tensor = torch.empty(0, dtype=torch.uint8, device=part.codes.device)
+    return tensor.set_(part.codes.untyped_storage(), 0, (nbytes,), (1,))
+
+
+def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
+    """The one format whose types and shapes a part's are; of those that are stored alike the first in FORMATS."""
+    found: dict[Storage, Format] = {}
+    for format in FORMATS.values():
+        storage = format.storage
+        if not storage.pow2 and _fits(part, storage, shape):
+            found.setdefault(storage, format)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    described = f"codes {part.codes.dtype} {tuple(part.codes.shape)}"
+    if part.scales is not None:
+        described += f" with scales {part.scales.dtype} {tuple(part.scales.shape)}"
+    names = ", ".join(format.name for format in found.values()) or "no format"
+    raise ValueError(f"{described} may be {names}; pass format=")
+
+
+def _fits(part: TorchPart, storage: Storage, shape: tuple[int, ...] | None) -> bool:
+    codes, scales = part.codes, part.scales
+    types = _types(storage)
+    if codes.dtype != types[0] or (part.global_scale is not None) != storage.global_scale:
+        return False
+    if scales is None or storage.scale == "none":
+        return scales is None and storage.scale == "none"
+    if scales.dtype != types[1]:
+        return False
+    if storage.block is None:
+        return scales.numel() == 1  # type: ignore[no-any-return]
+    size = _shape_of(codes, storage) if shape is None else (shape[0], shape[1])
+    return tuple(scales.shape) == storage.num_scales(size)
