@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 
 from .buffers import Packed, Separate
+from .dlpack import Typed, from_dlpack
 from .formats import BFLOAT16, Format, as_format
 from .layout import Array, namespace, part_layout
 
@@ -49,10 +50,9 @@ class QuantizedArray:
 
     @classmethod
     def from_buffers(
-        cls, codes: Array, scales: Array | None, format: Format | str, shape: tuple[int, int], *,
-        global_scale: Array | None = None,
+        cls, codes: Any, scales: Any, format: Format | str, shape: tuple[int, int], *, global_scale: Any = None,
     ) -> QuantizedArray:
-        """Somebody else's bytes as a part, without a copy.
+        """Somebody else's bytes as a part, without a copy: NumPy's, CuPy's, or anything's with DLPack.
 
         codes (outer, k) or FP4 (outer, ceil(k / 2)), uint8 or the float8 type itself (or the values of an
         unquantized format), last axis contiguous; scales of the logical shape, any strides; global_scale one float32.
@@ -63,7 +63,7 @@ class QuantizedArray:
         outer, k = (int(n) for n in shape)
         layout = part_layout(storage, (outer, k))
         itemsize = storage.element.dtype.itemsize
-        codes = _expect_dtype("codes", codes, storage.element.dtype, storage.element.dtype_name, format)
+        codes = _expect_dtype("codes", from_dlpack(codes), storage.element.dtype, storage.element.dtype_name, format)
         _expect_shape("codes", codes, (outer, layout.codes.columns), format, (outer, k))
         if codes.size and codes.strides[-1] != itemsize:
             raise ValueError(
@@ -73,14 +73,15 @@ class QuantizedArray:
             if storage.scale != "none":
                 raise ValueError(f"{format.name} needs scales of shape {layout.num_scales}, scales is None")
             scales = codes[:0, :0].view(np.uint8)
-        elif storage.scale != "none" and storage.block is None and scales.size == 1:
+        scales = _expect_dtype("scales", from_dlpack(scales), layout.scales_dtype, storage.scale_dtype_name, format)
+        if storage.scale != "none" and storage.block is None and scales.size == 1:
             scales = scales.reshape(1, 1)
-        scales = _expect_dtype("scales", scales, layout.scales_dtype, storage.scale_dtype_name, format)
         _expect_shape("scales", scales, layout.num_scales, format, (outer, k))
         if storage.global_scale != (global_scale is not None):
             needs = "needs a global_scale (one float32)" if storage.global_scale else "has no global_scale"
             raise ValueError(f"{format.name} {needs}")
         if global_scale is not None:
+            global_scale = from_dlpack(global_scale).array
             if global_scale.dtype != np.float32 or global_scale.size != 1:
                 raise TypeError(f"global_scale is one float32, not {global_scale.dtype} {global_scale.shape}")
             global_scale = global_scale.reshape(1)
@@ -173,15 +174,16 @@ def _unpickle_part(version: int, name: str, shape: tuple[int, int], *arrays: Arr
     return QuantizedArray(as_format(name), shape, Separate(*arrays)).packed()
 
 
-def _expect_dtype(what: str, array: Array, dtype: np.dtype[Any], typed: str, format: Format) -> Array:
+def _expect_dtype(what: str, given: Typed, dtype: np.dtype[Any], typed: str, format: Format) -> Array:
     """The array as dtype; bytes may come under the name of what they encode, of nothing else."""
-    if array.dtype == dtype:
+    array, name = given.array, given.name.removesuffix("_x2")  # torch's name of two FP4 codes a byte
+    if array.dtype == dtype and name in (dtype.name, typed):
         return array
-    if array.dtype.name == typed != dtype.name:
+    if name == typed != dtype.name:
         return array.view(dtype)
     expected = dtype.name if typed == dtype.name else f"{dtype.name} or {typed}"
-    given = array.dtype if array.dtype.isnative else f"{array.dtype.str}, in another byte order"
-    raise TypeError(f"{what} of {format.name} are {expected}, these are {given}")
+    there = given.name if array.dtype.isnative else f"{array.dtype.str}, in another byte order"
+    raise TypeError(f"{what} of {format.name} are {expected}, these are {there}")
 
 
 def _expect_shape(what: str, array: Array, expected: tuple[int, ...], format: Format, shape: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .formats import Format
 from .groups import Sizes
-from .inputs import backend_of_type, place
+from .inputs import as_ours, backend_of_type, place
 from .layout import Array
 
 
@@ -26,7 +26,7 @@ def as_stacked(values: Array, sizes: Any, offsets: Any, alignment: int) -> tuple
         raise ValueError(f"alignment={alignment}: matrices begin on a multiple of it, 1 or more")
     if sizes is not None and offsets is not None:
         raise ValueError("sizes= and offsets= say the same; pass one of them")
-    given = sizes if offsets is None else offsets
+    given = as_ours(sizes, "sizes") if offsets is None else as_ours(offsets, "offsets")
     if values.ndim == 3:
         if given is not None or alignment > 1:
             raise ValueError(f"values of {values.shape} are matrices of equal size; pass (T, k) with sizes")
@@ -85,6 +85,7 @@ def as_amaxes(amax: Any, formats: Sequence[Format | None], values: Array, num_gr
     if not any(format is not None and format.measures_amax for format in formats):
         names = ", ".join(format.name for format in formats if format is not None)
         raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
+    amax = as_ours(amax, "amax")
     shape, dtype = getattr(amax, "shape", "?"), getattr(amax, "dtype", type(amax).__name__)
     if backend_of_type(amax.__class__) is None or dtype != np.float32 or shape != (num_groups,):
         raise ValueError(f"amax is one float32 for each group, ({num_groups},), not {dtype} of shape {shape}")

@@ -24,7 +24,7 @@ from .grouped_parts import (
     zeros_scattered,
 )
 from .groups import Sizes
-from .inputs import FLOATS, as_array, as_flag, place
+from .inputs import FLOATS, as_array, as_flag, as_ours, as_output, place
 from .layout import PITCH, Array, namespace
 
 Formats = tuple[Format | None, Format | None]
@@ -66,8 +66,8 @@ def grouped_quantize(
     """Quantize matrices stacked along rows, each as if alone, in one call.
 
     values     (T, k) with sizes or offsets, or (num_groups, n, k) without; dtypes as in quantize
-    sizes      rows of each matrix, summing to T or less: integers, or beside CuPy values an int32 or int64 CuPy array,
-               which the host then never reads
+    sizes      rows of each matrix, summing to T or less: integers, or beside values on a GPU an int32 or int64 array
+               there, which the host then never reads
     offsets    where each matrix ends, taken in place of sizes (torch's offs; on a GPU int32)
     rowwise, columnwise  formats, as in quantize; with out= its own, or None
     alignment  matrices begin on a multiple of this many rows
@@ -159,6 +159,7 @@ def split_quantize(values: Any, sizes: Any, formats: Any) -> list[HybridArray | 
     values = as_array(values, "values")
     if values.ndim != 2:
         raise ValueError(f"split_quantize takes values (T, k), not {values.shape}")
+    sizes = as_ours(sizes, "sizes")
     if is_on_gpu(sizes):
         raise TypeError("split_quantize needs sizes on the host; cupy.asnumpy(sizes) copies them (and synchronises)")
     rows = host_sizes(sizes, values.shape[0], False, 1)
@@ -366,10 +367,11 @@ def grouped_matmul(
         raise ValueError(f"activation={activation!r} is not 'gelu'")
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out; pass out=")
-    shape, ordinal = product.shape, a.ordinal
+    shape, ordinal, given = product.shape, a.ordinal, out
     if out is not None:
         if shape is None:
             raise NotImplementedError("out= is not built for members that differ along both axes; leave it out")
+        out = as_output(out, "out")
         ops._check_outputs({"out": out})
         if out.shape != shape:
             raise ValueError(f"out must have shape {shape} for {a.shape} @ {b.shape}, it has {out.shape}")
@@ -378,7 +380,8 @@ def grouped_matmul(
     if bias is not None:
         bias = _as_bias(bias, product, ordinal)
     if not product.is_one_call:
-        return _one_by_one(product, a, b, dtype, out, bias, activation, accumulate, chosen)
+        y = _one_by_one(product, a, b, dtype, out, bias, activation, accumulate, chosen)
+        return y if given is None else given
     side = out if out is None or not product.is_transposed else out.T
     with on_device(a.device):
         target = side if side is None or side.flags.c_contiguous else namespace(side).ascontiguousarray(side)
@@ -388,7 +391,7 @@ def grouped_matmul(
         return result.T if product.is_transposed else result
     if target is not side:
         side[...] = target
-    return out
+    return given
 
 
 def engine_for(a: Any, b: Any) -> gemm.Engine:

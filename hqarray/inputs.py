@@ -11,6 +11,7 @@ import numpy as np
 
 from . import reference
 from .arrays import HybridArray, QuantizedArray
+from .dlpack import Typed, from_dlpack
 from .formats import BFLOAT16, Format
 from .grouped import GroupedArray
 from .layout import Array, namespace
@@ -45,7 +46,13 @@ def as_array(values: Any, what: str) -> Array:
     """The values as a NumPy or CuPy array of a dtype we read; `what` names them in errors."""
     kind = values.__class__
     if backend_of_type(kind) is None:
-        values = _by_dlpack(values, what)
+        typed = _by_dlpack(values, what)
+        values = typed.array
+        if typed.name != values.dtype.name:
+            raise TypeError(
+                f"{what} has dtype {typed.name}; float32, float16, bfloat16 and float64 are read, use .astype, or "
+                f"QuantizedArray.from_buffers where these are codes"
+            )
     elif kind is not np.ndarray and isinstance(values, np.ndarray):  # np.matrix multiplies where arrays do not
         if isinstance(values, np.ma.MaskedArray):
             raise TypeError(f"{what} is a masked array, and a mask has no code; use .filled(value)")
@@ -59,7 +66,7 @@ def as_array(values: Any, what: str) -> Array:
     return values
 
 
-def _by_dlpack(values: Any, what: str) -> Array:
+def _by_dlpack(values: Any, what: str) -> Typed:
     if isinstance(values, (HybridArray, GroupedArray)):
         raise TypeError(f"{what} is a {type(values).__name__} already; .dequantize() gives its values")
     if isinstance(values, QuantizedArray):
@@ -70,13 +77,36 @@ def _by_dlpack(values: Any, what: str) -> Array:
             + (" (np.asarray(...) makes one)" if isinstance(values, (list, tuple, float)) else "")
         )
     try:
-        return np.from_dlpack(values)
+        return from_dlpack(values)
     except Exception as error:  # whatever the producer raises
-        detach = ".detach() it, " if getattr(values, "requires_grad", False) else ""
         raise TypeError(
-            f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack "
-            f"into NumPy: {error}; {detach}convert it to float32 on the CPU, or to a CuPy array"
+            f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack: "
+            f"{error}; pass a dense copy of it on the CPU or a CUDA device, in float32 if its type is not known"
         ) from error
+
+
+def as_ours(x: Any, what: str) -> Any:
+    """A NumPy or CuPy array, of any dtype, over the memory of another library's; anything else as it is."""
+    if backend_of_type(x.__class__) is not None or not hasattr(x, "__dlpack__"):
+        return x
+    return _by_dlpack(x, what).array
+
+
+def as_output(x: Any, what: str) -> Any:
+    """The array to write into; `what` names it in errors. Raises ValueError where its memory must not be written."""
+    if backend_of_type(x.__class__) is not None:
+        return x
+    if not hasattr(x, "__dlpack__"):
+        raise TypeError(f"{what} is a NumPy or CuPy array, not {type(x).__name__}")
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{what} requires grad, and what is written into it has none; pass {what}.detach()")
+    typed = _by_dlpack(x, what)
+    if typed.read_only:
+        raise ValueError(
+            f"{what} ({type(x).__name__}) is read-only, or its library does not say otherwise; leave it out, or pass a "
+            f"NumPy or CuPy array"
+        )
+    return typed.array
 
 
 def as_matrix(values: Array, what: str) -> Array:
@@ -109,7 +139,7 @@ def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
             amax = namespace(values).asarray(np.array([number], np.float32))
         if number < 0 or isnan(number):
             raise ValueError(f"amax is a magnitude, not {number}")
-    array = amax
+    array = as_ours(amax, "amax")
     if getattr(array, "dtype", None) != np.float32 or prod(array.shape) != 1:
         shape, dtype = getattr(array, "shape", "?"), getattr(array, "dtype", type(amax).__name__)
         raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
@@ -122,7 +152,8 @@ def as_flag(noop: Any, values: Array) -> Any:
     if isinstance(noop, (bool, int, float, np.generic)):
         noop = np.asarray(noop)
         if not isinstance(values, np.ndarray):
-            raise TypeError(f"noop beside CuPy values is a CuPy array, which kernels read; {noop} is a host number")
+            raise TypeError(f"noop beside values on a GPU is an array there, which kernels read, not a number ({noop})")
+    noop = as_ours(noop, "noop")
     if backend_of_type(noop.__class__) is None or noop.dtype.kind not in "biuf":
         raise TypeError(f"noop is an array of one number, not {type(noop).__name__}")
     if noop.size != 1:

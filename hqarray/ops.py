@@ -20,6 +20,7 @@ from .inputs import (
     as_flag,
     as_hybrid,
     as_matrix,
+    as_output,
     backend_of,
     backend_of_type,
     expect_same_place,
@@ -40,7 +41,7 @@ def quantize(
     """Quantize a matrix along one or both of its axes in one read.
 
     values      (..., k), float32, float16, bfloat16 or float64 (rounded to float32 first); any strides.
-                NumPy or CuPy, or on the CPU anything with DLPack that NumPy reads (not bfloat16).
+                NumPy, CuPy, or anything with DLPack on the CPU or a CUDA device (torch, JAX), read without a copy.
     rowwise     format of the part blocked along the last axis; None leaves it out
     columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
     columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
@@ -250,14 +251,16 @@ def matmul(
         done = _gpu_gemm().warm(a, b, out, bias, choices)
         if done is not None:
             return done
-    gpu = _gpu_module(a, b)
     a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
+    gpu = _gpu_module(a, b)
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)
     chosen = _engine(engine, left, right, None if gpu is None else gpu.chip_of(_ordinal(left.data)))
     shape = left.lead + right.lead
     out, aux = _outputs(out)
+    given = out
+    out, aux = (None if x is None else as_output(x, name) for x, name in ((out, "out"), (aux, "aux")))
     _check_outputs({name: array for name, array in (("out", out), ("aux", aux)) if array is not None})
     dtype = _out_dtype(left, right, out, out_dtype)
     for name, array in (("out", out), ("aux", aux)):
@@ -276,7 +279,8 @@ def matmul(
     _check_places(gpu, {"a": left.data, "b": right.data, "out": out, "aux": aux, "bias": bias})
     epilogue = gemm.Epilogue(bias, activation, accumulate)
     if gpu is not None:
-        return gpu.multiply(gpu.Request(a, b, left, right, shape, dtype, out, aux, epilogue, chosen, choices))
+        y = gpu.multiply(gpu.Request(a, b, left, right, shape, dtype, out, aux, epilogue, chosen, choices))
+        return y if given is None else given
     if out is None:
         out = np.empty(shape, dtype)
     flat = (left.shape[0], right.shape[0])
@@ -285,7 +289,7 @@ def matmul(
     for array, written in ((out, target), (aux, spare)):
         if array is not None and written is not None and not np.shares_memory(array, written):
             array[...] = written.reshape(shape)
-    return out
+    return out if given is None else given
 
 
 def _flat(out: Array, shape: tuple[int, int]) -> Array:
@@ -361,10 +365,10 @@ def _outputs(out: Any) -> tuple[Any, Any]:
 def _check_outputs(named: dict[str, Any]) -> None:
     """Outputs are arrays that overlap neither one another nor, by a stride of 0, themselves."""
     for name, array in named.items():
-        if backend_of_type(array.__class__) is None:
-            raise TypeError(f"{name} is a NumPy or CuPy array, not {type(array).__name__}")
         if array.size and any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
             raise ValueError(f"{name} has a stride of 0, so that elements share memory; pass an array of its own")
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only; pass an array that may be written")
     if len(named) == 2 and all(isinstance(array, np.ndarray) for array in named.values()):
         first, second = named.values()
         if np.may_share_memory(first, second):
@@ -413,8 +417,8 @@ def engine_for(a: Any, b: Any) -> gemm.Engine:
         from . import grouped_ops
 
         return grouped_ops.engine_for(a, b)
-    gpu = _gpu_module(a, b)
     a, b = (x if isinstance(x, HybridArray) else as_array(x, name) for x, name in ((a, "a"), (b, "b")))
+    gpu = _gpu_module(a, b)
     _check_shapes(a, b)
     left, right = gemm.left_operand(a), gemm.right_operand(b)
     _check_rotation(left, right)

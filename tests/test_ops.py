@@ -168,26 +168,6 @@ def test_a_given_amax_is_used_by_the_parts_that_have_one():
     assert array.rowwise.amax is None and array.columnwise.amax.item() == 3.0
 
 
-@named("dtype", ["float32", "float16"])
-def test_dlpack_tensors_of_torch_are_read(dtype):
-    torch = pytest.importorskip("torch")
-    tensor = torch.from_numpy(X).to(getattr(torch, dtype))
-    actual = hq.quantize(tensor, rowwise="mxfp8", columnwise="nvfp4")
-    testing.assert_bitwise_equal(actual, hq.quantize(X.astype(dtype), rowwise="mxfp8", columnwise="nvfp4"))
-    assert actual.dtype == dtype
-
-
-def test_a_bfloat16_tensor_of_torch_is_refused_with_the_remedy():
-    """NumPy's from_dlpack has no bfloat16."""
-    torch = pytest.importorskip("torch")
-    tensor = torch.from_numpy(X).to(torch.bfloat16)
-    with pytest.raises(TypeError, match=r"values \(Tensor, torch.bfloat16\) cannot be read by DLPack into NumPy: .*; "
-                                        r"convert it to float32 on the CPU, or to a CuPy array$"):
-        hq.quantize(tensor, rowwise="mxfp8")
-    converted = hq.quantize(tensor.float(), rowwise="mxfp8")
-    testing.assert_bitwise_equal(converted, hq.quantize(X.astype(BFLOAT16).astype(np.float32), rowwise="mxfp8"))
-
-
 def test_quantizing_does_not_touch_its_input_or_share_with_it():
     for format in FORMATS:
         values = X.copy()
