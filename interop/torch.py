@@ -7,9 +7,24 @@
 Nothing is copied and nothing synchronises; on CUDA, layers run on torch's current stream in torch's memory.
 """
 
+from .torch_ao import from_torchao, to_torchao
 from .torch_arrays import TorchPair, TorchPart, from_torch, on_torch, to_torch
 from .torch_linear import grouped_linear, linear
 from .torch_modules import GroupedLinear, Linear
+from .torch_scaled_mm import scaled_grouped_mm_arguments, scaled_mm_arguments
 
-__all__ = ["GroupedLinear", "Linear", "TorchPair", "TorchPart", "from_torch", "grouped_linear", "linear", "on_torch",
-           "to_torch"]
+__all__ = [
+    "GroupedLinear",
+    "Linear",
+    "TorchPair",
+    "TorchPart",
+    "from_torch",
+    "from_torchao",
+    "grouped_linear",
+    "linear",
+    "on_torch",
+    "scaled_grouped_mm_arguments",
+    "scaled_mm_arguments",
+    "to_torch",
+    "to_torchao",
+]

@@ -86,6 +86,13 @@ def as_tensor(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
+def shared(array: Array) -> Any:
+    """A NumPy or CuPy array as a tensor over the same memory; torch's stream waits for CuPy's."""
+    if not isinstance(array, np.ndarray):
+        _cuda().order(int(array.data.device_id), torch_first=False)
+    return as_tensor(array)
+
+
 def on_torch(device: Any) -> AbstractContextManager[None]:
     """What hqarray does inside runs on torch's current stream, in memory of torch's allocator; nothing on the CPU."""
     device = torch.device(device)

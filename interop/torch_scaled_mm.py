@@ -16,7 +16,7 @@ from hqarray.grouped_parts import GroupedPart
 from hqarray.groups import Sizes
 from hqarray.layout import round_up
 
-from .torch_arrays import TorchPart, _types, as_tensor, to_torch
+from .torch_arrays import TorchPart, _types, shared, to_torch
 
 MULTIPLE = 16
 """Torch takes k and n of multiples of this."""
@@ -56,14 +56,12 @@ def scaled_mm_arguments(
         raise ValueError(f"scaled_mm takes a (m, k) and b (k, n), these are {a.shape} and {b.shape}")
     names = _recipes(left.format.storage, right.format.storage, function)
     if right.shape[0] % MULTIPLE:
-        raise ValueError(f"torch takes n of a multiple of {MULTIPLE}, this is {right.shape[0]}; hqarray.matmul does")
+        raise ValueError(f"torch takes n of a multiple of {MULTIPLE}, this is {right.shape[0]}; hqarray.matmul takes any")
     mat_a, mat_b = (_padded_codes(part) for part in (left, right))
     scales_a, scales_b = (_scales(part, function) for part in (left, right))
     if function == "_scaled_mm":
-        one, other = scales_a[0], scales_b[0]
-        swizzled = left.format.storage.scale != "float32"
-        return {"input": mat_a, "mat2": mat_b.t(), "scale_a": one,
-                "scale_b": other if swizzled else other.t()}
+        across = scales_b[0].t() if left.format.storage.scale == "float32" else scales_b[0]
+        return {"input": mat_a, "mat2": mat_b.t(), "scale_a": scales_a[0], "scale_b": across}
     functional = torch.nn.functional
     if not hasattr(functional, "scaled_mm"):
         raise NotImplementedError(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (2.10 has); "
@@ -125,15 +123,15 @@ def _scales(part: QuantizedArray, function: str) -> tuple[Any, ...]:
     if storage.block[0] == 1:
         if part.shape[0] % 4:
             raise ValueError(
-                f"torch takes 1x128 scales of a multiple of 4 rows, these are {part.shape[0]}; hqarray.matmul does"
+                f"torch takes 1x128 scales of a multiple of 4 rows, these are {part.shape[0]}; hqarray.matmul takes any"
             )
         return (scales,)
     blocks = scales.shape[1]
     if function == "scaled_mm":  # (k blocks up to a multiple of 4, outer blocks)
         return (scales.as_strided((scales.shape[0], scales.stride(0)), scales.stride()).t(),)
     if blocks % 4:
-        raise ValueError(f"torch._scaled_mm takes 128x128 scales of a multiple of 4 blocks along k, these are {blocks}; "
-                         f"torch.nn.functional.scaled_mm and hqarray.matmul do")
+        raise ValueError(f"torch._scaled_mm takes 128x128 scales of a multiple of 4 blocks along k, these are "
+                         f"{blocks}; torch.nn.functional.scaled_mm and hqarray.matmul take any")
     return (scales,)
 
 
@@ -186,12 +184,12 @@ def scaled_grouped_mm_arguments(a: GroupedArray, b: GroupedArray) -> dict[str, A
                          f"by {right.format.name}; hqarray.matmul does")
     assert k is not None and n is not None
     if k % MULTIPLE or n % MULTIPLE:
-        raise ValueError(f"torch takes k and n of multiples of {MULTIPLE}, these are {k} and {n}; hqarray.matmul does")
+        raise ValueError(f"torch takes k and n of multiples of {MULTIPLE}, these are {k} and {n}; hqarray.matmul takes any")
     types = _types(stored[0])
     rows = a.rows
-    codes = as_tensor(left.codes).view(types[0])
-    weights = as_tensor(right.codes).view(types[0]).view(groups, n, k)
-    arguments = {"self": codes if rows.each is None else codes.view(groups, rows.each, k),
+    codes = shared(left.codes).view(types[0])
+    weights = shared(right.codes).view(types[0]).view(groups, n, k)
+    arguments = {"input": codes if rows.each is None else codes.view(groups, rows.each, k),
                  "mat2": weights.transpose(1, 2)}
     if rows.each is None:
         arguments["offs"] = _ends(rows, codes.device)
@@ -209,13 +207,13 @@ def _ends(sizes: Sizes, device: Any) -> Any:
         raise ValueError(f"torch takes groups back to back, these begin on multiples of {sizes.alignment}")
     if sizes.is_known:
         return torch.tensor(sizes.starts[1:], dtype=torch.int32, device=device)
-    stored = as_tensor(sizes.device)
+    stored = shared(sizes.device)
     return stored if sizes.kind == "ends" else stored.cumsum(0, dtype=torch.int32)
 
 
 def _repeated(left: GroupedPart, right: GroupedPart, rows: Sizes, n: int) -> dict[str, Any]:
     """One scale for each row of a and each column of b."""
-    scales_a, scales_b = as_tensor(left.scales), as_tensor(right.scales)
+    scales_a, scales_b = shared(left.scales), shared(right.scales)
     across = scales_b[:, None].expand(-1, n).contiguous()
     if rows.each is not None:
         return {"scale_a": scales_a[:, None].expand(-1, rows.each).contiguous(), "scale_b": across}
@@ -237,7 +235,7 @@ def _tiled_groups(left: GroupedPart, right: GroupedPart, rows: Sizes, dtype: Any
 
 
 def _tiles_of(member: QuantizedArray, dtype: Any) -> Any:
-    return tiled(as_tensor(member.scales).view(dtype), *member.format.storage.num_scales(member.shape))
+    return tiled(shared(member.scales).view(dtype), *member.format.storage.num_scales(member.shape))
 
 
 __all__ = ["scaled_grouped_mm_arguments", "scaled_mm_arguments", "tiled", "untiled"]
