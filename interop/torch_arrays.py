@@ -269,10 +269,12 @@ def _own_memory(part: TorchPart, storage: Storage, shape: tuple[int, int]) -> Pa
 
     Then they are what to_torch gave, and their padding is zero.
     """
-    if storage.scale == "none":  # codes alone do not tell whose they are
+    if storage.scale == "none" or part.scales is None:  # codes alone do not tell whose they are
         return None
     layout, codes = part_layout(storage, shape), part.codes
     memory, start = codes.untyped_storage(), codes.data_ptr()
+    if tuple(codes.shape) != (shape[0], layout.codes.columns) or tuple(part.scales.shape) != layout.num_scales:
+        return None
     if codes.stride() != (layout.codes.pitch, 1) or memory.data_ptr() != start or memory.nbytes() != layout.nbytes:
         return None
     offsets = (layout.scales_offset, layout.global_scale_offset)
@@ -280,7 +282,7 @@ def _own_memory(part: TorchPart, storage: Storage, shape: tuple[int, int]) -> Pa
         if tensor is not None and tensor.numel() and tensor.data_ptr() != start + offset:
             return None
     probe = torch.empty(layout.scales_shape, device="meta")
-    if part.scales is not None and part.scales.stride() != layout.scales.untile(probe, *layout.num_scales).stride():
+    if part.scales.stride() != layout.scales.untile(probe, *layout.num_scales).stride():
         return None
     if storage.global_scale and part.global_scale is None:
         return None

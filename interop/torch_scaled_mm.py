@@ -56,7 +56,7 @@ def scaled_mm_arguments(
         raise ValueError(f"scaled_mm takes a (m, k) and b (k, n), these are {a.shape} and {b.shape}")
     names = _recipes(left.format.storage, right.format.storage, function)
     if right.shape[0] % MULTIPLE:
-        raise ValueError(f"torch takes n of a multiple of {MULTIPLE}, this is {right.shape[0]}; hqarray.matmul takes any")
+        raise ValueError(f"torch takes n of a multiple of {MULTIPLE}, not {right.shape[0]}; hqarray.matmul takes any")
     mat_a, mat_b = (_padded_codes(part) for part in (left, right))
     scales_a, scales_b = (_scales(part, function) for part in (left, right))
     if function == "_scaled_mm":
@@ -184,7 +184,7 @@ def scaled_grouped_mm_arguments(a: GroupedArray, b: GroupedArray) -> dict[str, A
                          f"by {right.format.name}; hqarray.matmul does")
     assert k is not None and n is not None
     if k % MULTIPLE or n % MULTIPLE:
-        raise ValueError(f"torch takes k and n of multiples of {MULTIPLE}, these are {k} and {n}; hqarray.matmul takes any")
+        raise ValueError(f"torch takes k and n of multiples of {MULTIPLE}, not {k} and {n}; hqarray.matmul takes any")
     types = _types(stored[0])
     rows = a.rows
     codes = shared(left.codes).view(types[0])
