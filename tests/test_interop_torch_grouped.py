@@ -63,7 +63,7 @@ def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device
     y = hqt.grouped_linear(x, w, sizes, recipe)
     dx, dw = torch.autograd.grad(y, (x, w), dy.detach())
     wanted = one_by_one(x, w, dy.detach(), sizes, recipe)
-    for name, actual, expected, k in zip("y dx dw".split(), (y, dx, dw), wanted, (64, 48, 50), strict=True):
+    for name, actual, expected, k in zip(("y", "dx", "dw"), (y, dx, dw), wanted, (64, 48, 50), strict=True):
         assert (actual.dtype, actual.device.type, tuple(actual.shape)) == (dtype, device, expected.shape), name
         assert_near(actual, expected, device, k)
     for i, size in enumerate(sizes):
@@ -152,7 +152,7 @@ def test_experts_learn(device):
     x, truth = torch.randn(256, 32).to(device), torch.randn(4, 16, 32).to(device) / 6
     target = torch.cat([g @ truth[i].t() for i, g in enumerate(x.split(sizes))])
     optimizer, losses, idle = torch.optim.Adam(layer.parameters(), 1e-2), [], layer.weight[1].detach().clone()
-    for _ in range(60):
+    for _ in range(40):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(layer(x, sizes), target)
         loss.backward()
