@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +145,44 @@ def _types(storage: Storage) -> tuple[Any, Any]:
     return torch_type(storage.element.dtype_name), torch_type(storage.scale_dtype_name)
 
 
+class _View(NamedTuple):
+    """A tensor in the memory of a part: offset and strides in elements."""
+
+    dtype: Any
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, storage: Any, start: int, device: Any) -> Any:
+        """The tensor in memory that begins so many bytes into a storage."""
+        tensor = torch.empty(0, dtype=self.dtype, device=device)
+        return tensor.set_(storage, start // self.dtype.itemsize + self.offset, self.shape, self.strides)
+
+    def is_of(self, tensor: Any, start: int) -> bool:
+        """Whether a tensor is this view of memory that begins at an address."""
+        return (  # type: ignore[no-any-return]
+            tensor.data_ptr() == start + self.offset * self.dtype.itemsize
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+        )
+
+
+@lru_cache(maxsize=4096)
+def _views(format: Format, shape: tuple[int, int]) -> tuple[_View | None, ...]:
+    """Where codes, scales and global scale of a part in our own layout lie; a format's facts are derived anew else."""
+    storage = format.storage
+    layout, types = part_layout(storage, shape), _types(storage)
+    codes = _View(types[0], 0, (shape[0], layout.codes.columns), (layout.codes.pitch, 1))
+    scales = whole = None
+    if storage.scale != "none":
+        probe = layout.scales.untile(torch.empty(layout.scales_shape, device="meta"), *layout.num_scales)
+        start = layout.scales_offset // layout.scales_dtype.itemsize
+        scales = _View(types[1], start, tuple(probe.shape), probe.stride())
+    if storage.global_scale:
+        whole = _View(torch.float32, layout.global_scale_offset // 4, (1,), (1,))
+    return codes, scales, whole
+
+
 def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
     """A part as tensors of torch's types, or a HybridArray as a pair of these, sharing memory.
 
@@ -156,43 +195,24 @@ def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
         return TorchPair(rows, columns)  # type: ignore[arg-type]
     if not isinstance(array, QuantizedArray):
         raise TypeError(f"to_torch takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
-    storage, buffers, ordinal = array.format.storage, array.buffers, array.ordinal
+    buffers, ordinal = array.buffers, array.ordinal
     if ordinal >= 0:
         _cuda().order(ordinal, torch_first=False)
-    codes_type, scales_type = _types(storage)
     if isinstance(buffers, Packed):
-        part = _views(buffers, codes_type, scales_type)
-    else:
-        whole = array.global_scale
-        part = TorchPart(
-            _typed(array.codes, codes_type), _typed(array.scales, scales_type),
-            None if whole is None else as_tensor(whole),
-        )
-    return part if storage.scale != "none" else part._replace(scales=None)
+        if ordinal >= 0:
+            storage, start, device = _cuda().storage_of(buffers.memory, buffers.layout.nbytes)
+        else:
+            storage, start, device = torch.from_numpy(buffers.memory).untyped_storage(), 0, "cpu"
+        views = _views(array.format, array.shape)
+        return TorchPart(*(None if view is None else view.of(storage, start, device) for view in views))
+    types, whole = _types(array.format.storage), array.global_scale
+    scales = None if array.format.storage.scale == "none" else _typed(array.scales, types[1])
+    return TorchPart(_typed(array.codes, types[0]), scales, None if whole is None else as_tensor(whole))
 
 
 def _typed(array: Array, dtype: Any) -> Any:
     tensor = as_tensor(array)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def _views(buffers: Packed, codes_type: Any, scales_type: Any) -> TorchPart:
-    """Views of one tensor of bytes."""
-    layout = buffers.layout
-    base = _bytes_of(buffers.memory, layout.nbytes)
-    codes, itemsize = layout.codes, layout.codes_dtype.itemsize
-    of_codes = base.view(codes_type) if itemsize == 1 else base[: codes.nbytes].view(codes_type)
-    whole = None
-    if buffers.has_global_scale:
-        start = layout.global_scale_offset
-        whole = base[start : start + 4].view(torch.float32)
-    itemsize = layout.scales_dtype.itemsize
-    end = layout.scales_offset + int(np.prod(layout.scales_shape)) * itemsize
-    scales = base[layout.scales_offset : end].view(scales_type).view(layout.scales_shape)
-    return TorchPart(
-        of_codes.as_strided((codes.outer, codes.columns), (codes.pitch, 1)),
-        layout.scales.untile(scales, *layout.num_scales), whole,
-    )
 
 
 # --- in -----------------------------------------------------------------------------------------
@@ -250,9 +270,10 @@ def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> Qua
     size = _shape_of(codes, storage) if shape is None else (int(shape[0]), int(shape[1]))
     if codes.is_cuda:
         _cuda().order(codes.get_device(), torch_first=True)
-    own = _own_memory(part, storage, size)
-    if own is not None:
-        return filled(QuantizedArray(format, size, own), _whole(part, own.layout.nbytes))  # type: ignore[no-any-return]
+    if part.scales is not None and _is_ours(part, format, size):
+        layout = part_layout(storage, size)
+        memory = _memory_of(codes, layout.nbytes)
+        return QuantizedArray(format, size, Packed(memory, layout, storage.global_scale, False))
     arrays = [None if tensor is None else as_array(tensor) for tensor in part]
     if storage.scale == "none":
         arrays[1] = None
@@ -264,63 +285,54 @@ def _shape_of(codes: Any, storage: Storage) -> tuple[int, int]:
     return outer, columns * 2 if storage.element.stored_bits == 4 else columns
 
 
-def _own_memory(part: TorchPart, storage: Storage, shape: tuple[int, int]) -> Packed | None:
-    """Packed, but for its memory, where the tensors lie in one storage as our layout has them; else None.
-
-    Then they are what to_torch gave, and their padding is zero.
-    """
-    if storage.scale == "none" or part.scales is None:  # codes alone do not tell whose they are
-        return None
-    layout, codes = part_layout(storage, shape), part.codes
-    memory, start = codes.untyped_storage(), codes.data_ptr()
-    if tuple(codes.shape) != (shape[0], layout.codes.columns) or tuple(part.scales.shape) != layout.num_scales:
-        return None
-    if codes.stride() != (layout.codes.pitch, 1) or memory.data_ptr() != start or memory.nbytes() != layout.nbytes:
-        return None
-    offsets = (layout.scales_offset, layout.global_scale_offset)
-    for tensor, offset in zip(part[1:], offsets, strict=True):
-        if tensor is not None and tensor.numel() and tensor.data_ptr() != start + offset:
-            return None
-    probe = torch.empty(layout.scales_shape, device="meta")
-    if part.scales.stride() != layout.scales.untile(probe, *layout.num_scales).stride():
-        return None
-    if storage.global_scale and part.global_scale is None:
-        return None
-    return Packed(None, layout, storage.global_scale, False)
+def _is_ours(part: TorchPart, format: Format, shape: tuple[int, int]) -> bool:
+    """Whether the tensors lie in one storage as our own layout has them: to_torch gave them, and padding is zero."""
+    storage, views = part.codes.untyped_storage(), _views(format, shape)
+    start = storage.data_ptr()
+    if storage.nbytes() != part_layout(format.storage, shape).nbytes or not start:
+        return False
+    for tensor, view in zip(part, views, strict=True):
+        if (tensor is None) != (view is None) or (view is not None and not view.is_of(tensor, start)):
+            return False
+    return True
 
 
-def _whole(part: TorchPart, nbytes: int) -> Any:
-    """All bytes of the storage that a part lies in."""
-    tensor = torch.empty(0, dtype=torch.uint8, device=part.codes.device)
-    return tensor.set_(part.codes.untyped_storage(), 0, (nbytes,), (1,))
+def _memory_of(codes: Any, nbytes: int) -> Any:
+    """What a part holds of the storage that its codes begin."""
+    if codes.is_cuda:
+        return _cuda().pointer_to(codes)
+    return torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage(), 0, (nbytes,), (1,)).numpy()
 
 
 def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
     """The one format whose types and shapes a part's are; of those that are stored alike the first in FORMATS."""
+    codes, scales = part.codes, part.scales
+    kinds = (codes.dtype, *(() if scales is None else (scales.dtype,)))
+    sizes = (tuple(codes.shape), *(() if scales is None else (tuple(scales.shape),)))
+    found = _found(kinds, sizes, part.global_scale is not None, None if shape is None else tuple(shape))
+    if len(found) == 1:
+        return found[0]
+    described = " with scales ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
+    names = ", ".join(format.name for format in found) or "no format"
+    raise ValueError(f"codes {described} may be {names}; pass format=")
+
+
+@lru_cache(maxsize=4096)
+def _found(
+    kinds: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool, shape: tuple[int, ...] | None
+) -> tuple[Format, ...]:
+    """Formats that tensors of these types and shapes may be of."""
     found: dict[Storage, Format] = {}
     for format in FORMATS.values():
         storage = format.storage
-        if not storage.pow2 and _fits(part, storage, shape):
-            found.setdefault(storage, format)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    described = f"codes {part.codes.dtype} {tuple(part.codes.shape)}"
-    if part.scales is not None:
-        described += f" with scales {part.scales.dtype} {tuple(part.scales.shape)}"
-    names = ", ".join(format.name for format in found.values()) or "no format"
-    raise ValueError(f"{described} may be {names}; pass format=")
-
-
-def _fits(part: TorchPart, storage: Storage, shape: tuple[int, ...] | None) -> bool:
-    codes, scales = part.codes, part.scales
-    types = _types(storage)
-    if codes.dtype != types[0] or (part.global_scale is not None) != storage.global_scale:
-        return False
-    if scales is None or storage.scale == "none":
-        return scales is None and storage.scale == "none"
-    if scales.dtype != types[1]:
-        return False
-    if storage.block is None:
-        return scales.numel() == 1  # type: ignore[no-any-return]
-    size = _shape_of(codes, storage) if shape is None else (shape[0], shape[1])
-    return tuple(scales.shape) == storage.num_scales(size)
+        types = _types(storage)[: 1 if storage.scale == "none" else 2]
+        if storage.pow2 or kinds != types or has_global_scale != storage.global_scale:
+            continue
+        outer, columns = sizes[0]
+        matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
+        if len(sizes) > 1:
+            wanted = storage.num_scales(matrix)  # type: ignore[arg-type]
+            if sizes[1] != wanted and not (storage.block is None and prod(sizes[1]) == 1):
+                continue
+        found.setdefault(storage, format)
+    return tuple(found.values())

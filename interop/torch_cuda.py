@@ -51,19 +51,25 @@ def as_tensor(memory: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[in
     Memory that is a tensor's gives a tensor of the same storage.
     """
     strides = _c_order(shape) if strides is None else strides
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{memory.device_id}")
     itemsize = dtype.itemsize
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    storage, start, device = storage_of(memory, extent * itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, start // itemsize, shape, strides)
+
+
+def storage_of(memory: Any, nbytes: int) -> tuple[Any, int, Any]:
+    """The storage that a MemoryPointer's bytes lie in, where in it they begin, and torch's device."""
     mem = memory.mem
     if type(mem) is TorchMemory:
-        storage = mem.tensor.untyped_storage()
-        start, left = divmod(memory.ptr - storage.data_ptr(), itemsize)
-        if not left:
-            tensor = torch.empty(0, dtype=dtype, device=mem.tensor.device)
-            return tensor.set_(storage, start, shape, strides)
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    array = cupy.ndarray((extent * itemsize,), np.uint8, memory)
-    with _on_device(memory.device_id):
-        flat = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
-    return flat.view(dtype).as_strided(shape, strides)
+        tensor = mem.tensor
+    else:
+        array = cupy.ndarray((nbytes,), np.uint8, memory)
+        with _on_device(memory.device_id):
+            tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
+    storage = tensor.untyped_storage()
+    return storage, memory.ptr - storage.data_ptr(), tensor.device
 
 
 def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,8 +36,11 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
 
     Gradients pass the quantizers straight through: dx = dy @ w, dw = dy.T @ x of quantized dy, w and x, as
     hqarray.linear_backward has them, in the dtypes of x and w; a direction is quantized only where it is read. Under
-    autocast x, w and bias are taken in its dtype. Differentiating twice raises NotImplementedError.
+    autocast x, w and bias are taken in its dtype. torch.compile breaks its graph here, and runs this as it is.
+    Differentiating twice raises NotImplementedError.
     """
+    if torch.compiler.is_compiling():
+        return _eager_linear(x, w, recipe, bias)
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[1]:
@@ -59,6 +62,8 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) ->
 
     An empty group's weight has a zero gradient. Otherwise as linear.
     """
+    if torch.compiler.is_compiling():
+        return _eager_grouped_linear(x, w, sizes, recipe)
     recipe = as_recipe(recipe)
     x, w, _ = _checked(x, w, None)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
@@ -70,6 +75,11 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) ->
     if count != w.shape[0]:
         raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
     return _GroupedLinear.apply(x, w, kept, host, recipe, torch.is_grad_enabled())
+
+
+# What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
+_eager_linear = torch._disable_dynamo(linear)
+_eager_grouped_linear = torch._disable_dynamo(grouped_linear)
 
 
 def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
