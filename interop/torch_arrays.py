@@ -15,7 +15,7 @@ from hqarray.arrays import HybridArray, QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import BFLOAT16, FORMATS, Format, Storage, as_format
 from hqarray.grouped_parts import GroupedPart
-from hqarray.layout import Array, part_layout
+from hqarray.layout import Array, PartLayout, part_layout
 
 NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16,
@@ -167,9 +167,15 @@ class _View(NamedTuple):
         )
 
 
+@cache
+def _storage(format: Format) -> tuple[Storage, Any, Any]:
+    """The format's storage and torch's dtypes of codes and scales; kept, since a format's facts are derived anew."""
+    return format.storage, *_types(format.storage)
+
+
 @lru_cache(maxsize=4096)
-def _views(format: Format, shape: tuple[int, int]) -> tuple[_View | None, ...]:
-    """Where codes, scales and global scale of a part in our own layout lie; a format's facts are derived anew else."""
+def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_View | None, ...]]:
+    """The layout of our own of such a part, and where codes, scales and global scale lie in it."""
     storage = format.storage
     layout, types = part_layout(storage, shape), _types(storage)
     codes = _View(types[0], 0, (shape[0], layout.codes.columns), (layout.codes.pitch, 1))
@@ -180,7 +186,7 @@ def _views(format: Format, shape: tuple[int, int]) -> tuple[_View | None, ...]:
         scales = _View(types[1], start, tuple(probe.shape), probe.stride())
     if storage.global_scale:
         whole = _View(torch.float32, layout.global_scale_offset // 4, (1,), (1,))
-    return codes, scales, whole
+    return layout, (codes, scales, whole)
 
 
 def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
@@ -203,11 +209,11 @@ def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
             storage, start, device = _cuda().storage_of(buffers.memory, buffers.layout.nbytes)
         else:
             storage, start, device = torch.from_numpy(buffers.memory).untyped_storage(), 0, "cpu"
-        views = _views(array.format, array.shape)
+        _, views = _views(array.format, array.shape)
         return TorchPart(*(None if view is None else view.of(storage, start, device) for view in views))
-    types, whole = _types(array.format.storage), array.global_scale
-    scales = None if array.format.storage.scale == "none" else _typed(array.scales, types[1])
-    return TorchPart(_typed(array.codes, types[0]), scales, None if whole is None else as_tensor(whole))
+    (kept, codes_type, scales_type), whole = _storage(array.format), array.global_scale
+    scales = None if kept.scale == "none" else _typed(array.scales, scales_type)
+    return TorchPart(_typed(array.codes, codes_type), scales, None if whole is None else as_tensor(whole))
 
 
 def _typed(array: Array, dtype: Any) -> Any:
@@ -262,16 +268,16 @@ def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> Qua
     if codes.ndim != 2:
         raise ValueError(f"codes are (outer, k), these are {tuple(codes.shape)}; use .flatten(0, -2)")
     format = _fitting(part, shape) if format is None else as_format(format)
-    storage = format.storage
-    if codes.dtype not in (_types(storage)[0], torch.uint8):
-        raise TypeError(f"codes of {format.name} are {_types(storage)[0]} or torch.uint8, these are {codes.dtype}")
-    if part.scales is not None and part.scales.dtype not in (_types(storage)[1], torch.uint8):
-        raise TypeError(f"scales of {format.name} are {_types(storage)[1]}, these are {part.scales.dtype}")
+    storage, codes_type, scales_type = _storage(format)
+    if codes.dtype not in (codes_type, torch.uint8):
+        raise TypeError(f"codes of {format.name} are {codes_type} or torch.uint8, these are {codes.dtype}")
+    if part.scales is not None and part.scales.dtype not in (scales_type, torch.uint8):
+        raise TypeError(f"scales of {format.name} are {scales_type}, these are {part.scales.dtype}")
     size = _shape_of(codes, storage) if shape is None else (int(shape[0]), int(shape[1]))
     if codes.is_cuda:
         _cuda().order(codes.get_device(), torch_first=True)
-    if part.scales is not None and _is_ours(part, format, size):
-        layout = part_layout(storage, size)
+    layout, views = _views(format, size)
+    if part.scales is not None and _is_ours(part, layout, views):
         memory = _memory_of(codes, layout.nbytes)
         return QuantizedArray(format, size, Packed(memory, layout, storage.global_scale, False))
     arrays = [None if tensor is None else as_array(tensor) for tensor in part]
@@ -285,11 +291,11 @@ def _shape_of(codes: Any, storage: Storage) -> tuple[int, int]:
     return outer, columns * 2 if storage.element.stored_bits == 4 else columns
 
 
-def _is_ours(part: TorchPart, format: Format, shape: tuple[int, int]) -> bool:
+def _is_ours(part: TorchPart, layout: PartLayout, views: tuple[_View | None, ...]) -> bool:
     """Whether the tensors lie in one storage as our own layout has them: to_torch gave them, and padding is zero."""
-    storage, views = part.codes.untyped_storage(), _views(format, shape)
+    storage = part.codes.untyped_storage()
     start = storage.data_ptr()
-    if storage.nbytes() != part_layout(format.storage, shape).nbytes or not start:
+    if storage.nbytes() != layout.nbytes or not start:
         return False
     for tensor, view in zip(part, views, strict=True):
         if (tensor is None) != (view is None) or (view is not None and not view.is_of(tensor, start)):
