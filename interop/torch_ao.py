@@ -46,7 +46,7 @@ def _tensor(part: QuantizedArray, dtype: Any, swizzled: bool) -> Any:
         raise ValueError(f"torchao takes k of a multiple of the block, {block}, this part is {part.shape}")
     tensors = to_torch(part)
     assert isinstance(tensors, TorchPart)
-    codes, scales = tensors.codes.contiguous(), tensors.scales.contiguous()
+    codes, scales = (_contiguous(tensor) for tensor in (tensors.codes, tensors.scales))
     if swizzled:
         blocks = k // block
         scales = tiled(scales, outer, blocks).view(-(-outer // 128) * 32, -(-blocks // 4) * 16)
@@ -60,6 +60,11 @@ def _tensor(part: QuantizedArray, dtype: Any, swizzled: bool) -> Any:
 
     codes = codes.view(torch.uint8) if storage.element.stored_bits == 4 else codes
     return MXTensor(codes, scales, _element_type(storage), block, dtype, KernelPreference.EMULATED, None, swizzled)
+
+
+def _contiguous(tensor: Any) -> Any:
+    """Torch copies bytes wherever it knows bytes, and not every one-byte type."""
+    return tensor if tensor.is_contiguous() else tensor.view(torch.uint8).contiguous().view(tensor.dtype)
 
 
 def from_torchao(tensor: Any) -> HybridArray:

@@ -229,13 +229,13 @@ def _tiled_groups(left: GroupedPart, right: GroupedPart, rows: Sizes, dtype: Any
         raise ValueError("tiles of MXFP8 scales lie by the sizes, which are on the device; a.to_host() copies them")
     if rows.each is not None:
         raise ValueError("torch takes MXFP8 groups with offsets only, a's members are all of one shape; give sizes")
-    tiles = [[_tiles_of(member, dtype) for member in part.members()] for part in (left, right)]
+    tiles = [[_tiles_of(member) for member in part.members()] for part in (left, right)]
     wide = round_up(-(-left.layout.each // 32), 4)
-    return {"scale_a": torch.cat(tiles[0]).view(-1, wide), "scale_b": torch.stack(tiles[1])}
+    return {"scale_a": torch.cat(tiles[0]).view(dtype).view(-1, wide), "scale_b": torch.stack(tiles[1]).view(dtype)}
 
 
-def _tiles_of(member: QuantizedArray, dtype: Any) -> Any:
-    return tiled(shared(member.scales).view(dtype), *member.format.storage.num_scales(member.shape))
+def _tiles_of(member: QuantizedArray) -> Any:
+    return tiled(shared(member.scales), *member.format.storage.num_scales(member.shape))
 
 
 __all__ = ["scaled_grouped_mm_arguments", "scaled_mm_arguments", "tiled", "untiled"]

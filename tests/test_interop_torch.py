@@ -170,6 +170,14 @@ def test_other_memory_is_never_taken_for_our_layout(device):
     assert type(taken.buffers).__name__ == "Separate"
     testing.assert_bitwise_equal(host(hq.HybridArray(taken) @ hq.HybridArray(part).T),
                                  host(hq.HybridArray(part) @ hq.HybridArray(part).T))
+    beside = torch.zeros(part.nbytes + 512, dtype=torch.uint8, device=device)  # as ours, in memory that is not
+    for tensor in (codes, scales):
+        start = tensor.data_ptr() - codes.data_ptr()
+        beside.as_strided(tensor.shape, tensor.stride(), start).copy_(tensor.view(torch.uint8))
+    views = [beside.as_strided(t.shape, t.stride(), t.data_ptr() - codes.data_ptr()) for t in (codes, scales)]
+    taken = hqt.from_torch((*views, None), format="mxfp8")
+    assert type(taken.buffers).__name__ == "Separate"
+    testing.assert_bitwise_equal(host(taken.codes), host(part.codes))
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -250,6 +251,22 @@ def test_what_is_written_to_an_input_afterwards_does_not_change_gradients(device
         w.zero_()
     for actual, other in zip(torch.autograd.grad(y.sum(), (x, w)), wanted, strict=True):
         assert_same(actual, other)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["training", "inference"])
+def test_torch_compile_breaks_its_graph_and_computes_the_same(needs_grad):
+    x, w = tensors("cpu", (16, 32), (24, 32), grad=needs_grad)
+
+    def layer(x, w):
+        return torch.relu(hqt.linear(torch.sin(x), w, "mxfp8")) * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's compiler
+        y = torch.compile(layer, backend="eager")(x, w)
+    assert_same(y, layer(x, w))
+    if needs_grad:
+        for one, other in zip(*(torch.autograd.grad(z.sum(), (x, w)) for z in (y, layer(x, w))), strict=True):
+            assert_same(one, other)
 
 
 BAD = {
