@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
-from cupy.cuda import alloc  # noqa: TID253
-from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
+from cupy.cuda import alloc, alloc_pinned_memory  # noqa: TID253
+from cupy_backends.cuda.api.runtime import getDevice, memcpyAsync, memsetAsync, streamIsCapturing
 
 from .cuda import MOST_PLANS, Kernel, _narrowed, _on_device_of, _raw_kernel, stream_of
 from .formats import Format
@@ -27,26 +27,45 @@ _QUANTIZE = struct.Struct("=36q")
 _AMAX = struct.Struct("=12q")
 _DEQUANTIZE = struct.Struct("=17q")
 
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
+
 # --- sizes --------------------------------------------------------------------------------------
 
 
+MOST_ROWS = (1 << 31) - (1 << 20)
+"""Kernels count the rows of a group in 32 bits."""
+
+_captured: list[Any] = []
+"""Sizes that a captured graph reads; never freed, since the graph may be replayed at any time."""
+
+
 @lru_cache(maxsize=MOST_PLANS)
-def _uploaded(host: tuple[int, ...], device: int) -> Array:
-    """Sizes that the host knows, on the current device."""
-    return cupy.array(host, np.int64)
+def _uploaded(host: tuple[int, ...], device: int, stream: int) -> tuple[Array, Any]:
+    """Sizes that the host knows, on the current device, for work on a stream; and the memory they are copied from."""
+    array, source = cupy.ndarray((len(host),), np.int64), alloc_pinned_memory(8 * max(1, len(host)))
+    np.frombuffer(source, np.int64, len(host))[...] = host
+    memcpyAsync(array.data.ptr, source.ptr, 8 * len(host), HOST_TO_DEVICE, stream)
+    return array, source
 
 
 Groups: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 def groups_of(sizes: Sizes) -> Groups:
-    """`Groups` of group.cuh; the arrays that it points to belong to the sizes, or to this module."""
+    """`Groups` of member.cuh; the arrays that it points to belong to the sizes, or to this module."""
+    if sizes.capacity > MOST_ROWS:
+        raise NotImplementedError(f"a group has up to {MOST_ROWS} rows on a GPU, not {sizes.capacity}; split it")
     pointer, kind = 0, sizes.kind
     if sizes.each is None:
         array = sizes.device
         if array is None:
             assert sizes.host is not None
-            array, kind = _uploaded(sizes.host, getDevice()), "int64"
+            device = getDevice()
+            stream = stream_of(device)
+            kept = _uploaded(sizes.host, device, stream)
+            if streamIsCapturing(stream):
+                _captured.append(kept)
+            array, kind = kept[0], "int64"
         pointer = array.data.ptr
     return (pointer, SIZE_KINDS.index(kind), sizes.num_groups, sizes.each or 0, sizes.capacity, sizes.alignment)
 

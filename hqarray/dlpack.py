@@ -44,6 +44,9 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 READ_ONLY = 1
 """DLPACK_FLAG_BITMASK_READ_ONLY."""
 
+NUMPY_KNOWS_VERSIONS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""NumPy 2.0 exports unversioned capsules alone, and takes no options but the stream."""
+
 
 # --- capsules -----------------------------------------------------------------------------------
 
@@ -133,14 +136,20 @@ class Typed:
         another device than NumPy or CuPy can give.
         """
         array, type = self.array, TYPES.get(self.name)
-        if self.read_only and (max_version is None or max_version[0] < 1):
+        is_versioned = max_version is not None and max_version[0] >= 1 and _knows_versions(array)
+        if self.read_only and not is_versioned:
             if copy is False:
                 raise BufferError("the memory is read-only, which an unversioned capsule cannot say; pass max_version")
             copy = True
         if type is not None:
             array = array.view(np.uint16 if type[1] == 16 else np.uint8)
-        with _device_of(array):
-            capsule = array.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        if _knows_versions(array):
+            with _device_of(array):
+                capsule = array.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        elif dl_device not in (None, (CPU, 0)):
+            raise BufferError(f"unsupported device requested: {dl_device}")
+        else:
+            capsule = (array.copy() if copy else array).__dlpack__(stream=stream)
         if type is not None:
             tensor, _ = _managed(capsule)
             assert tensor is not None
@@ -162,6 +171,10 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 @cache
 def _is_ours(kind: type) -> bool:
     return issubclass(kind, np.ndarray) or kind.__module__.partition(".")[0] == "cupy"
+
+
+def _knows_versions(array: Array) -> bool:
+    return NUMPY_KNOWS_VERSIONS or not isinstance(array, np.ndarray)
 
 
 def _device_of(array: Array) -> AbstractContextManager[Any]:
@@ -224,14 +237,14 @@ def from_dlpack(x: Any, *, copy: bool | None = None) -> Typed:
 
     x        anything with __dlpack__ on the CPU or a CUDA device; of one that requires grad, what .detach() gives.
              NumPy and CuPy arrays, and what is Typed already, are taken as they are.
-    copy     True always copies, False never, None where the other library has to
+    copy     True always copies, False never, None where the other library has to (NumPy 2.0 takes False for None)
     returns  Typed: bfloat16 and plain types as they are, one-byte types as uint8; read_only where the library says so
              or (an unversioned capsule) says nothing
 
     The memory lives as long as the array. CuPy's current stream waits for the producer; a producer that reuses memory
     by the order of another stream (torch's side streams) must not free it before that has caught up.
     Raises TypeError for what has no __dlpack__, BufferError for another device, a type that fills no whole bytes, and
-    what the library does not export.
+    a tensor without memory; otherwise what the library, NumPy or CuPy raise where they refuse.
     """
     if isinstance(x, Typed):
         return x if not copy else Typed(x.array.copy(), x.name)
@@ -246,9 +259,9 @@ def from_dlpack(x: Any, *, copy: bool | None = None) -> Typed:
     device: tuple[int, int] = x.__dlpack_device__() if hasattr(x, "__dlpack_device__") else (CPU, 0)
     kind = int(device[0])
     renamed = _Renamed(x, (kind, int(device[1])))
-    options: dict[str, Any] = {} if copy is None else {"copy": copy}
+    options: dict[str, Any] = {"copy": False} if copy is False else {}
     if kind in (CPU, CUDA_HOST):
-        array = np.from_dlpack(renamed, **options)
+        array = np.from_dlpack(renamed, **(options if NUMPY_KNOWS_VERSIONS else {}))
     elif kind in (CUDA, CUDA_MANAGED):
         array = _cupy().from_dlpack(renamed, **options)
     else:
@@ -256,7 +269,7 @@ def from_dlpack(x: Any, *, copy: bool | None = None) -> Typed:
     name = renamed.name
     if name == BFLOAT16.name:
         array = array.view(BFLOAT16)
-    return Typed(array, name, renamed.read_only)
+    return Typed(array.copy(), name) if copy else Typed(array, name, renamed.read_only)
 
 
 def _cupy() -> Any:
