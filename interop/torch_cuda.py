@@ -93,13 +93,26 @@ class _External:
         return 0, self.handle
 
 
+class _TorchStream(cupy.cuda.Stream):  # type: ignore[misc]
+    """A stream of torch's; CuPy's own destroys what it wraps in some versions."""
+
+    def __del__(self) -> None:
+        pass
+
+
 @lru_cache(maxsize=256)
-def _stream(handle: int) -> Any:
-    return cupy.cuda.Stream.from_external(_External(handle))
+def _stream(handle: int, device: int) -> Any:
+    """A stream of the current device."""
+    return _TorchStream.from_external(_External(handle))
 
 
 def _on_device(device: int) -> Any:
     return nullcontext() if getDevice() == device else cupy.cuda.Device(device)
+
+
+def _current(device: int) -> int:
+    """Torch's current stream of a device."""
+    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
 
 
 def _allocate(nbytes: int) -> Any:
@@ -111,17 +124,17 @@ def _allocate(nbytes: int) -> Any:
 @contextmanager
 def on_torch(device: int) -> Iterator[None]:
     """CuPy on a device, its work on torch's current stream there, its memory from torch's allocator."""
-    with _on_device(device), _stream(torch.cuda.current_stream(device).cuda_stream), using_allocator(_allocate):
+    with _on_device(device), _stream(_current(device), device), using_allocator(_allocate):
         yield
 
 
 def order(device: int, *, torch_first: bool) -> None:
     """Make CuPy's current stream wait for torch's, or torch's for CuPy's, where they are two; the host goes on."""
-    cupys, torchs = get_current_stream(device).ptr, torch.cuda.current_stream(device).cuda_stream
+    cupys, torchs = get_current_stream(device).ptr, _current(device)
     if cupys == torchs or (cupys in LEGACY and torchs in LEGACY):
         return
     first, second = (torchs, cupys) if torch_first else (cupys, torchs)
     with _on_device(device):
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(_stream(first))
+        event.record(_stream(first, device))
         streamWaitEvent(second, event.ptr)
