@@ -113,8 +113,8 @@ def emptied(part: QuantizedArray | GroupedPart) -> tuple[Any, Any]:
         return replace(part, memory=None), _bytes_of(part.memory, part.layout.nbytes)
     buffers = part.buffers
     assert isinstance(buffers, Packed)
-    hollow = QuantizedArray(part.format, part.shape, replace(buffers, memory=None))
-    return hollow, _bytes_of(buffers.memory, buffers.layout.nbytes)
+    hollow = Packed(None, buffers.layout, buffers.has_global_scale, buffers.has_amax)
+    return QuantizedArray(part.format, part.shape, hollow), _bytes_of(buffers.memory, buffers.layout.nbytes)
 
 
 def filled(hollow: Any, tensor: Any) -> Any:
@@ -122,7 +122,9 @@ def filled(hollow: Any, tensor: Any) -> Any:
     memory = _cuda().pointer_to(tensor) if tensor.is_cuda else tensor.numpy()
     if isinstance(hollow, GroupedPart):
         return replace(hollow, memory=memory)
-    return QuantizedArray(hollow.format, hollow.shape, replace(hollow.buffers, memory=memory))
+    buffers = hollow.buffers
+    own = Packed(memory, buffers.layout, buffers.has_global_scale, buffers.has_amax)
+    return QuantizedArray(hollow.format, hollow.shape, own)
 
 
 def _bytes_of(memory: Any, nbytes: int) -> Any:
