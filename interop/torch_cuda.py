@@ -1,0 +1,140 @@
+"""CUDA tensors as CuPy arrays and back over the same memory, and torch's current stream and allocator for CuPy.
+
+Loaded once a CUDA tensor or a CuPy array has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import cupy  # noqa: TID253
+import numpy as np
+import torch  # noqa: TID253
+from cupy.cuda import MemoryPointer, UnownedMemory, get_current_stream, using_allocator  # noqa: TID253
+from cupy_backends.cuda.api.runtime import getDevice, streamWaitEvent
+
+from hqarray.layout import Array
+
+LEGACY = (0, 1)
+"""Two names of the legacy default stream: what the runtime calls it, and what DLPack does."""
+
+
+class TorchMemory(UnownedMemory):  # type: ignore[misc]
+    """Memory of a tensor, which lives as long as this does."""
+
+    def __init__(self, tensor: Any, nbytes: int) -> None:
+        super().__init__(tensor.data_ptr(), nbytes, tensor, tensor.get_device())
+        self.tensor = tensor
+
+
+def pointer_to(tensor: Any) -> Any:
+    """A MemoryPointer to a tensor's first element, up to the end of its storage."""
+    nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return MemoryPointer(TorchMemory(tensor, nbytes), 0)
+
+
+def as_array(tensor: Any, dtype: np.dtype[Any]) -> Array:
+    """A CUDA tensor as a CuPy array of a dtype of the same size. Orders no streams: see on_torch and order."""
+    memory = pointer_to(tensor)
+    if tensor.is_contiguous():
+        return cupy.ndarray(tuple(tensor.shape), dtype, memory)
+    strides = tuple(n * tensor.element_size() for n in tensor.stride())
+    return cupy.ndarray(tuple(tensor.shape), dtype, memory, strides)
+
+
+def as_tensor(memory: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
+    """A tensor over a MemoryPointer; strides in elements, None for C order. Orders no streams.
+
+    Memory that is a tensor's gives a tensor of the same storage.
+    """
+    strides = _c_order(shape) if strides is None else strides
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{memory.device_id}")
+    itemsize = dtype.itemsize
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    storage, start, device = storage_of(memory, extent * itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, start // itemsize, shape, strides)
+
+
+def storage_of(memory: Any, nbytes: int) -> tuple[Any, int, Any]:
+    """The storage that a MemoryPointer's bytes lie in, where in it they begin, and torch's device."""
+    mem = memory.mem
+    if type(mem) is TorchMemory:
+        tensor = mem.tensor
+    else:
+        array = cupy.ndarray((nbytes,), np.uint8, memory)
+        with _on_device(memory.device_id):
+            tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
+    storage = tensor.untyped_storage()
+    return storage, memory.ptr - storage.data_ptr(), tensor.device
+
+
+def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+# --- streams and memory -------------------------------------------------------------------------
+
+
+class _External:
+    """A stream by its handle, as CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+class _TorchStream(cupy.cuda.Stream):  # type: ignore[misc]
+    """A stream of torch's; CuPy's own destroys what it wraps in some versions."""
+
+    def __del__(self) -> None:
+        pass
+
+
+@lru_cache(maxsize=256)
+def _stream(handle: int, device: int) -> Any:
+    """A stream of the current device."""
+    return _TorchStream.from_external(_External(handle))
+
+
+def _on_device(device: int) -> Any:
+    return nullcontext() if getDevice() == device else cupy.cuda.Device(device)
+
+
+def _current(device: int) -> int:
+    """Torch's current stream of a device."""
+    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+
+
+def _allocate(nbytes: int) -> Any:
+    """CuPy's allocator by torch's: memory of the current device, in the order of torch's current stream."""
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    return MemoryPointer(TorchMemory(tensor, nbytes), 0)
+
+
+@contextmanager
+def on_torch(device: int) -> Iterator[None]:
+    """CuPy on a device, its work on torch's current stream there, its memory from torch's allocator."""
+    with _on_device(device), _stream(_current(device), device), using_allocator(_allocate):
+        yield
+
+
+def order(device: int, *, torch_first: bool) -> None:
+    """Make CuPy's current stream wait for torch's, or torch's for CuPy's, where they are two; the host goes on."""
+    cupys, torchs = get_current_stream(device).ptr, _current(device)
+    if cupys == torchs or (cupys in LEGACY and torchs in LEGACY):
+        return
+    first, second = (torchs, cupys) if torch_first else (cupys, torchs)
+    with _on_device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(_stream(first, device))
+        streamWaitEvent(second, event.ptr)

@@ -1,0 +1,269 @@
+"""Linear layers as autograd functions: y = x @ w.T and its two gradients by hqarray's quantizers and GEMMs.
+
+Work runs on torch's current stream, all memory is torch's, and what the backward pass reads (columnwise parts, as
+bytes) is saved with save_for_backward, so that hooks, checkpointing and the release after backward work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch  # noqa: TID253  this module names torch
+
+from hqarray import ops
+from hqarray.arrays import HybridArray
+from hqarray.formats import Format
+from hqarray.gemm import result_dtype
+from hqarray.grouped import GroupedArray
+from hqarray.grouped_ops import grouped_quantize
+from hqarray.layout import Array
+from hqarray.recipes import Recipe, as_recipe
+
+from .torch_arrays import NUMPY_DTYPES, TORCH_DTYPES, as_array, emptied, filled, on_torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> Any:
+    """A linear layer whose three products are of quantized operands.
+
+    x        (..., k) float tensor on the CPU or CUDA
+    w        (n, k), where x is
+    recipe   a Recipe, or the name of a recipe or format
+    bias     (n,), added in the GEMM
+    returns  x @ w.T + bias (..., n), of the dtype that hqarray.matmul gives: the common one, float32 where they differ
+
+    Gradients pass the quantizers straight through: dx = dy @ w, dw = dy.T @ x of quantized dy, w and x, as
+    hqarray.linear_backward has them, in the dtypes of x and w; a direction is quantized only where it is read. Under
+    autocast x, w and bias are taken in its dtype. torch.compile breaks its graph here, and runs this as it is.
+    Differentiating twice raises NotImplementedError.
+    """
+    if torch.compiler.is_compiling():
+        return _eager_linear(x, w, recipe, bias)
+    recipe = as_recipe(recipe)
+    x, w, bias = _checked(x, w, bias)
+    if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"linear needs x (..., k) and w (n, k), these are {tuple(x.shape)} and {tuple(w.shape)}")
+    if bias is not None and tuple(bias.shape) != (w.shape[0],):
+        raise ValueError(f"bias must have shape {(w.shape[0],)}, it has {tuple(bias.shape)}")
+    return _Linear.apply(x, w, bias, recipe, torch.is_grad_enabled())
+
+
+def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) -> Any:
+    """Linear layers of groups of rows, each by its own weight: the experts of a mixture.
+
+    x        (T, k) float tensor, the rows of group after group
+    w        (num_groups, n, k), where x is
+    sizes    rows of each group, summing to T or less: integers, a tensor of them on the CPU, or beside CUDA tensors an
+             int32 or int64 tensor there, which the host then never reads
+    recipe   a Recipe, or the name of a recipe or format
+    returns  (T, n): rows of x @ w[i].T; rows of no group are zero, and so are their gradients
+
+    An empty group's weight has a zero gradient. Otherwise as linear.
+    """
+    if torch.compiler.is_compiling():
+        return _eager_grouped_linear(x, w, sizes, recipe)
+    recipe = as_recipe(recipe)
+    x, w, _ = _checked(x, w, None)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(
+            f"grouped_linear needs x (T, k) and w (num_groups, n, k), these are {tuple(x.shape)} and {tuple(w.shape)}"
+        )
+    kept, host = _sizes(sizes, x)
+    count = len(host) if kept is None else len(kept)
+    if count != w.shape[0]:
+        raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
+    return _GroupedLinear.apply(x, w, kept, host, recipe, torch.is_grad_enabled())
+
+
+# What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
+_eager_linear = torch._disable_dynamo(linear)
+_eager_grouped_linear = torch._disable_dynamo(grouped_linear)
+
+
+def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """The tensors, in autocast's dtype where it is on."""
+    given = {"x": x, "w": w} | ({} if bias is None else {"bias": bias})
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor; torch.as_tensor(...) makes one")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; float32, float16, bfloat16 and float64 are read")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; move one with .to(...)")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        given = {name: tensor.to(dtype) for name, tensor in given.items()}
+    return given["x"], given["w"], given.get("bias")
+
+
+def _sizes(sizes: Any, x: Any) -> tuple[Any, tuple[int, ...]]:
+    """Sizes as (tensor on a GPU, ()) or (None, integers)."""
+    if not isinstance(sizes, torch.Tensor):
+        return None, tuple(sizes)
+    if sizes.is_floating_point() or sizes.ndim != 1:
+        raise TypeError(f"sizes are integers, one for each group, not {sizes.dtype} of shape {tuple(sizes.shape)}")
+    if not sizes.is_cuda:
+        return None, tuple(sizes.tolist())
+    if sizes.device != x.device:
+        raise ValueError(f"sizes are on {sizes.device}, x on {x.device}; move one with .to(...)")
+    return sizes, ()
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, device: Any, *, zeros: bool = False) -> tuple[Any, Array]:
+    """A new tensor for a GEMM to write, float32 for float64, and the array over it."""
+    make = torch.zeros if zeros else torch.empty
+    tensor = make(shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=device)
+    return tensor, as_array(tensor)
+
+
+def _result_type(x: Any, w: Any) -> Any:
+    """What hqarray.matmul gives of two dtypes of torch."""
+    return x if x == w and x != torch.float64 else TORCH_DTYPES[result_dtype(NUMPY_DTYPES[x], NUMPY_DTYPES[w])]
+
+
+# --- one matrix ---------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, bias: Any, recipe: Recipe, records: bool) -> Any:
+        needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
+        with on_torch(x.device):
+            hx = ops.quantize(
+                as_array(x), rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None
+            )
+            hw = ops.quantize(
+                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None
+            )
+            y, out = _empty((*x.shape[:-1], w.shape[0]), _result_type(x.dtype, w.dtype), x.device)
+            ops.matmul(hx, hw.T, out=out, bias=None if bias is None else as_array(bias))
+            parts = (hx.columnwise, hw.columnwise)
+            _save(ctx, parts, ())
+        ctx.recipe, ctx.shape, ctx.dtypes = recipe, tuple(x.shape), (hx.dtype, hw.dtype)
+        ctx.types = (x.dtype, w.dtype, None if bias is None else bias.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return (*_backward(_linear_gradients, ctx, dy), None, None)
+
+
+def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
+    k, n = ctx.shape[-1], dy.shape[-1]
+    with on_torch(dy.device):
+        x, w = _saved(ctx)
+        if needs_x or needs_w:
+            row, column = ctx.recipe.grad_output
+            hdy = ops.quantize(as_array(dy), rowwise=row if needs_x else None, columnwise=column if needs_w else None)
+        if needs_x:
+            dx, out = _empty(ctx.shape, ctx.types[0], dy.device)
+            ops.matmul(hdy, HybridArray(None, w, dtype=ctx.dtypes[1]), out=out)
+        if needs_w:
+            dw, out = _empty((n, k), ctx.types[1], dy.device)
+            ops.matmul(hdy.reshape(-1, n).T, HybridArray(None, x, dtype=ctx.dtypes[0]), out=out)
+    if needs_bias:
+        db = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.types[2])
+    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1]), db
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, w: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
+    ) -> Any:
+        needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
+        with on_torch(x.device):
+            given = host if sizes is None else as_array(sizes)
+            gx = grouped_quantize(
+                as_array(x), given, rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None
+            )
+            gw = grouped_quantize(
+                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None
+            )
+            ctx.covers = sizes is None and sum(host) == x.shape[0]
+            shape = (x.shape[0], w.shape[1])
+            y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
+            ops.matmul(gx, gw.T, out=out)
+            _save(ctx, (gx.columnwise, gw.columnwise), () if sizes is None else (sizes,))
+        ctx.recipe, ctx.host, ctx.shapes = recipe, host, (tuple(x.shape), tuple(w.shape))
+        ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
+        ctx.types = x.dtype, w.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None)
+
+
+def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    dx = dw = None
+    with on_torch(dy.device):
+        x, w, *kept = _saved(ctx)
+        row, column = ctx.recipe.grad_output
+        gdy = grouped_quantize(
+            as_array(dy), as_array(kept[0]) if kept else ctx.host, rowwise=row if needs_x else None,
+            columnwise=column if needs_w else None,
+        )
+        if needs_x:
+            dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
+            ops.matmul(gdy, GroupedArray(None, w, *ctx.axes[1]), out=out)
+        if needs_w:
+            dw, out = _empty(ctx.shapes[1], ctx.types[1], dy.device)
+            ops.matmul(gdy.T, GroupedArray(None, x, *ctx.axes[0]), out=out)
+    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1])
+
+
+# --- both ---------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, parts: Sequence[Any], tensors: tuple[Any, ...]) -> None:
+    """Parts, or None, as bytes that autograd keeps; tensors as they are."""
+    held = [(None, None) if part is None else emptied(part) for part in parts]
+    ctx.hollow = [hollow for hollow, _ in held]
+    ctx.save_for_backward(*(memory for _, memory in held), *tensors)
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """What _save was given."""
+    tensors = ctx.saved_tensors
+    count = len(ctx.hollow)
+    parts = [None if hollow is None else filled(hollow, tensor)
+             for hollow, tensor in zip(ctx.hollow, tensors[:count], strict=True)]
+    return [*parts, *tensors[count:]]
+
+
+def _of_type(gradient: Any, dtype: Any) -> Any:
+    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
+
+
+def _backward(gradients: Any, ctx: Any, dy: Any) -> Any:
+    """The gradients; where they would be differentiated again (create_graph), ones that refuse it."""
+    if not torch.is_grad_enabled():
+        return gradients(ctx, dy)
+    return _Once.apply(dy, torch.empty(0, requires_grad=True), gradients, ctx)
+
+
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    """Gradients that depend on what they were computed from, and cannot be differentiated by it."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Any, marker: Any, gradients: Any, first: Any) -> Any:
+        return gradients(first, dy)
+
+    @staticmethod
+    def backward(ctx: Any, *ddy: Any) -> Any:
+        raise NotImplementedError(
+            "hqarray's linear layers cannot be differentiated twice: a quantizer passes gradients straight through and "
+            "has no second derivative; leave out create_graph=True, or use torch.nn.functional.linear there"
+        )
+
+
+__all__ = ["grouped_linear", "linear"]
