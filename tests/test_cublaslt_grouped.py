@@ -239,7 +239,7 @@ class Kernels:
 def machine(monkeypatch):
     """A GPU that is not there: its library and its kernels, recorded."""
     pytest.importorskip("cupy")
-    from hqarray import cuda, cuda_grouped_gemm
+    from hqarray import cuda, cuda_grouped_gemm, cuda_grouped_sides
 
     library, kernels = GroupedLibrary(), Kernels()
     taken = itertools.count(SCRATCH_AT, 1 << 34)
@@ -248,7 +248,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(cuda, "getDevice", lambda: 0)
     monkeypatch.setattr(cuda, "stream_of", lambda device: 9)
     for name, value in {
-        "_plans": {}, "_calls": {}, "_kernel": kernels.kernel, "getDevice": lambda: 0, "chip_of": lambda device: HOPPER,
+        "_plans": {}, "_calls": {}, "kernel_of": kernels.kernel, "getDevice": lambda: 0,
+        "chip_of": lambda device: HOPPER,
         "streamIsCapturing": lambda stream: machine.is_capturing,
         "alloc": lambda nbytes: SimpleNamespace(ptr=next(taken)),
         "_constants": lambda device: (50, 51), "workspace": lambda *place: machine.workspaces.append(place) or 777,
@@ -257,6 +258,7 @@ def machine(monkeypatch):
                                     sizes.each or 0, sizes.capacity, sizes.alignment),
     }.items():
         monkeypatch.setattr(cuda_grouped_gemm, name, value)
+    monkeypatch.setattr(cuda_grouped_sides, "kernel_of", kernels.kernel)
     monkeypatch.setattr(cuda_grouped_gemm.cupy, "ndarray", lambda shape, dtype: array(shape, dtype))
     machine = SimpleNamespace(library=library, kernels=kernels, multiply=cuda_grouped_gemm.multiply, is_capturing=False,
                               memsets=[], workspaces=[], module=cuda_grouped_gemm)

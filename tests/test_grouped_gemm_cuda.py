@@ -118,7 +118,7 @@ def others(sizes, alignment, total):
 @named("stored", [*SIZES.values(), [-5, 40, 10**6, 7], [1 << 30] * 3, [300, 1, -7, 0, 2]],
        ids=[*SIZES, "negative", "too many", "mixed"])
 def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignment):
-    from hqarray import cuda, cuda_grouped_gemm
+    from hqarray import cuda, cuda_grouped_gemm, cuda_grouped_sides
     from hqarray.rawkernels import geometry, traits
 
     count, capacity = len(stored), int(rows_of([max(0, n) for n in stored], alignment)[-1])
@@ -133,7 +133,8 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
         arrays = cupy.full(cublaslt_grouped.Arrays(count).nbytes + 64, 0xA5, np.uint8)
         rest = cupy.full((groups[4] + 2, 8), -1, np.int16)
         constants = (ragged, 33, 40, 136, 8, 3, 48)
-        kernel = cuda_grouped_gemm._kernel(traits.group_gemm_launch(), geometry.setup_grid(True), cupy.cuda.Device().id)
+        launch, grid = traits.group_gemm_launch(), geometry.setup_grid(True)
+        kernel = cuda_grouped_sides.kernel_of(launch, grid, cupy.cuda.Device().id)
         kernel.launch(cuda.stream_of(cupy.cuda.Device().id), cuda_grouped_gemm._SET_UP, *groups,
                       *(n for target in targets for n in target), *constants, arrays.data.ptr, rest.data.ptr, 16)
         pointers, dimensions = arrays_of(groups, targets, *constants, device.get())
@@ -157,7 +158,7 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
 @named("name", FORMATS)
 def test_members_are_decoded_exactly(cupy, name, sizes):
     """The terms of an element add up to its value but for the scale of the whole member, whose power of two is in."""
-    from hqarray import cuda, cuda_grouped_gemm, gemm
+    from hqarray import cuda, cuda_grouped_sides, gemm
     from hqarray.cuda_calls import Scratch
     from hqarray.cuda_grouped import groups_of
 
@@ -167,7 +168,7 @@ def test_members_are_decoded_exactly(cupy, name, sizes):
     device = cupy.cuda.Device().id
     for direction in ("rowwise", "columnwise"):
         part, scratch = g.part(direction), Scratch()
-        side = cuda_grouped_gemm._decoded_side(part, 0, part.sizes, terms, terms > 1, scratch, device)
+        side = cuda_grouped_sides._decoded_side(part, 0, part.sizes, terms, terms > 1, scratch, device)
         memory = cupy.full(scratch.nbytes, 0xFF, np.uint8)
         groups = groups_of(part.sizes)
         side.decode.launch(part.memory.ptr, memory.data.ptr, groups, cuda.stream_of(device))
