@@ -144,7 +144,8 @@ def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
         raise FileError(f"{path}: not a safetensors file: its header is not an object")
-    metadata = header.pop(METADATA, {})
+    metadata = header.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FileError(f"{path}: not a safetensors file: its {METADATA} is not a map of texts")
     start, nbytes = 8 + length, size - 8 - length
@@ -165,15 +166,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(path: Path, name: str, entry: Any, start: int, nbytes: int) -> Tensor:
     try:
-        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = isinstance(kind, str) and isinstance(shape, list)
+        whole = whole and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or not begin <= end <= nbytes:
         raise FileError(f"{path}: the header says of {name!r} what does not fit the file ({nbytes} bytes of data)")
     if kind in TYPES and prod(shape) * TYPES[kind].bits != 8 * (end - begin):
         raise FileError(f"{path}: the header says of {name!r} {kind} {list(shape)} in {end - begin} bytes")
-    return Tensor(kind, shape, start + begin, start + end)
+    return Tensor(kind, tuple(shape), start + begin, start + end)
 
 
 def _check_cover(path: Path, tensors: dict[str, Tensor], start: int, size: int) -> None:
