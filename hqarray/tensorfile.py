@@ -167,7 +167,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensor(path: Path, name: str, entry: Any, start: int, nbytes: int) -> Tensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = isinstance(kind, str) and isinstance(shape, list)
+        whole = isinstance(kind, str) and kind.isidentifier() and isinstance(shape, list)
         whole = whole and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False

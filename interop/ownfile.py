@@ -144,7 +144,8 @@ class _Reader:
             array = self._hybrid()
             return Source(tuple(self.used), lambda: array, array.shape, self.description)
         if kind == "grouped":
-            return Source(tuple(self.used), self._grouped(), None, self.description)
+            make = self._grouped()  # uses tensors: before they are counted
+            return Source(tuple(self.used), make, None, self.description)
         raise ValueError(f"an array is hybrid or grouped, not {kind!r}")
 
     def _formats(self) -> dict[Direction, Format]:

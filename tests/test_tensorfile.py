@@ -183,6 +183,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "too many bytes": (raw({"x": tensor([1], [0, 8])}, bytes(8)), "F32 [1] in 8 bytes"),
     "size that overflows": (raw({"x": tensor([1 << 33, 1 << 33], [0, 8])}, bytes(8)), "in 8 bytes"),
     "half a byte": (raw({"x": tensor([3], [0, 1], "F4")}, bytes(1)), "F4 [3] in 1 bytes"),
+    "type with a control code": (raw({"x": tensor([2], [0, 8], "\x1b[2J")}, bytes(8)), "does not fit"),
     "type is a list": (raw({"x": tensor([2], [0, 8], [])}, bytes(8)), "does not fit"),
     "overlap": (raw({"x": tensor([2], [0, 8]), "y": tensor([2], [4, 12])}, bytes(12)), "'y' overlaps"),
     "same bytes": (raw({"x": tensor([2], [0, 8]), "y": tensor([2], [0, 8])}, bytes(8)), "overlaps"),
