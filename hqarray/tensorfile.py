@@ -216,10 +216,10 @@ def writing(
     offsets, header = _header(planned, metadata)
     left = set(planned)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
-    with _naming(path):
-        _refuse(path, replace)
-        file = open(temporary, "xb")  # noqa: SIM115 - closed below, before it is renamed
-    try:
+    try:  # from before there is a file: a signal may come as it is opened
+        with _naming(path):
+            _refuse(path, replace)
+            file = open(temporary, "xb")  # noqa: SIM115 - closed below, before it is renamed
         with file:
             with _naming(path):
                 file.write(header)

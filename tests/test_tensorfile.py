@@ -334,6 +334,17 @@ def test_interrupted_writing_leaves_what_was_there(error: BaseException, there: 
         assert not there or path.read_text() == "old"
 
 
+def test_interrupt_as_the_file_is_opened_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*arguments: Any) -> None:
+        open(*arguments).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hqarray.tensorfile.open", opened, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "a.safetensors", X)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_full_disk_names_the_file_and_leaves_nothing(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
