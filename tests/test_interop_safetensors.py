@@ -231,6 +231,22 @@ def test_torch_decodes_our_tensors_to_our_values(tmp_path: Path) -> None:
         assert np.array_equal((values * wide).numpy(), arrays[name].dequantize())
 
 
+@pytest.mark.gpu
+def test_arrays_on_a_gpu_make_the_same_file(tmp_path: Path) -> None:
+    import cupy
+
+    def arrays(module: Any) -> dict[str, Any]:
+        x, sizes = module.asarray(X), np.array([30, 0, 90], np.int32)
+        return {
+            "w": hq.quantize(x, rowwise="mxfp8", columnwise="nvfp4"), "x": x,
+            "g": hq.grouped_quantize(x, sizes if module is np else module.asarray(sizes), rowwise="fp8_e4m3"),
+        }
+
+    save(tmp_path / "cpu", arrays(np))
+    save(tmp_path / "gpu", arrays(cupy))
+    assert (tmp_path / "cpu").read_bytes() == (tmp_path / "gpu").read_bytes()
+
+
 # --- lying metadata -----------------------------------------------------------------------------
 
 
