@@ -194,6 +194,24 @@ def test_other_forms_that_are_exact_in_a_format_are_read(tmp_path: Path) -> None
     assert found["rows.weight"].dequantize()[2, 128] == 6 * e4m3(weight[2 * 256 + 128])
 
 
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_tensors_that_are_not_aligned_are_read_and_multiplied(shift: int, tmp_path: Path) -> None:
+    x = RNG.standard_normal((4, 256)).astype(np.float32)
+    array = hq.quantize(x, rowwise="fp8_block_1x128").rowwise
+    checkpoint(tmp_path / "a.safetensors", {
+        "shift": ("U8", [shift], bytes(shift)), "w_scale": ("F32", [4, 2], array.scales.tobytes()),
+        "w": ("F8_E4M3", [4, 256], array.codes.tobytes()), "x": ("F32", [4, 256], x.tobytes()),
+    })
+    found = load(tmp_path / "a.safetensors")
+    whole = hq.quantize(x, rowwise="fp8_block_1x128")
+    assert_bitwise_equal(found["w"].dequantize(), whole.dequantize())
+    assert_bitwise_equal(found["w"].rowwise.packed().scales, whole.rowwise.scales)
+    assert_bitwise_equal(hq.quantize(found["x"], rowwise="nvfp4"), hq.quantize(x, rowwise="nvfp4"))
+    assert_bitwise_equal(found["w"] @ found["w"].T, whole @ whole.T)
+    save(tmp_path / "b.safetensors", found)
+    assert_bitwise_equal(load(tmp_path / "b.safetensors")["w"].dequantize(), whole.dequantize())
+
+
 UNREADABLE: dict[str, dict[str, tuple[str, list[int], bytes]]] = {
     "a scale per row": {"w": ("F8_E4M3", [4, 256], bytes(1024)), "w_scale": ("F32", [4, 1], bytes(16))},
     "blocks of 64": {"w": ("F8_E4M3", [128, 128], bytes(16384)), "w_scale_inv": ("F32", [2, 2], bytes(16))},
