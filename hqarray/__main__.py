@@ -84,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
     change = commands.add_parser(
         "convert", help="quantize the weights of a safetensors file, or change their form",
-        description="Quantize the 2-D weights of a safetensors file, one by one; all else is copied. Weights that are "
-        "quantized are decoded first, or kept where they have the formats already.",
+        description="Quantize the 2-D weights of a safetensors file, one by one; all else is copied. Of weights that "
+        "are quantized, parts that are stored as asked for are kept, others made from what is there, decoded.",
     )
     change.add_argument("source", metavar="IN", help=".safetensors: float or quantized weights")
     change.add_argument("written", metavar="OUT", help="appears when it is complete, and is never IN")

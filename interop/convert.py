@@ -316,23 +316,23 @@ def refuse_same(source: str | os.PathLike[str], written: str | os.PathLike[str])
 
 def _convert_one(name: str, source: Source, target: Target, put: Put) -> tuple[dict[Direction, float | None], int]:
     """SQNR of the parts, and bytes written."""
-    values, item = source.read(), None
+    item = values = source.read()
     kept: dict[Direction, QuantizedArray] = {}
-    made = dict(target.formats)
-    sqnr: dict[Direction, float | None] = dict.fromkeys(made)
-    if isinstance(values, HybridArray):
-        item = values
+    derived: Direction | None = None
+    dtype: np.dtype[Any] = item.dtype if item.dtype in NOMINAL else np.dtype(np.float32)
+    if isinstance(item, HybridArray):
         kept = _kept(item, target)
-        made = {direction: format for direction, format in made.items() if direction not in kept}
-        values = item.dequantize(source=next(iter(kept), None)) if made else None
+        derived = _derived(item, kept, target)
+    made = {direction: format.resolve(dtype) for direction, format in target.formats if direction not in kept}
+    sqnr: dict[Direction, float | None] = {direction: None for direction, _ in target.formats}
     parts = dict(kept)
     if made:
+        if isinstance(item, HybridArray):  # float32: a bfloat16 in between would round once more
+            values = item.dequantize(source=next(iter(kept), None), dtype=np.float32)
         array = ops.quantize(values, rowwise=made.get("rowwise"), columnwise=made.get("columnwise"))
-        dtype = array.dtype
         for direction, part in array.parts():
             parts[direction] = part
             sqnr[direction] = measure(values if direction == "rowwise" else values.T, part)
-    derived, dtype = (None, dtype) if item is None else (_derived(item, kept, target), item.dtype)
     tensors = tensors_of(name, _array(parts, derived, dtype), target.style, {})
     put_all(put, tensors)
     return sqnr, sum(stored.array.nbytes for stored in tensors.values())

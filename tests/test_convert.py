@@ -133,6 +133,21 @@ def test_codes_are_kept_where_the_formats_are_there_and_decoded_where_not(
     assert load(paths[4])["model.mlp.up.weight"].derived == "columnwise"
 
 
+def test_quantized_weights_are_decoded_to_float32_and_keep_their_nominal_dtype(tmp_path: Path) -> None:
+    x = A.astype(ml_dtypes.bfloat16)
+    save(tmp_path / "a", {"w": hq.quantize(x, rowwise="fp8_block_1x128", columnwise="mxfp4")})
+    for options, source, columns in ((["--rowwise=mxfp8"], "rowwise", False),
+                                     (["--rowwise=mxfp8", "--columnwise=mxfp4"], "columnwise", True)):
+        assert run(tmp_path / "a", tmp_path / "b", "--force", *options) == 0
+        found, before = load(tmp_path / "b")["w"], load(tmp_path / "a")["w"]
+        values = before.dequantize(source=source, dtype=np.float32)
+        assert_bitwise_equal(found.rowwise, hq.quantize(values, rowwise="mxfp8").rowwise)
+        assert (found.columnwise is not None) == columns == (found.derived == "rowwise")
+        assert found.dtype == ml_dtypes.bfloat16
+    assert run(tmp_path / "a", tmp_path / "b", "--force", "--rowwise=bf16(dtype=none)") == 0
+    assert load(tmp_path / "b")["w"].rowwise.format.name == "bf16"
+
+
 def test_arrays_that_do_not_match_keep_their_description(source: Path, tmp_path: Path, capsys: Capture) -> None:
     group = hq.grouped_quantize(A, [60, 0, 100], rowwise="mxfp8", columnwise="nvfp4")
     arrays = {"g": group, "h": hq.quantize(A, rowwise="fp8_e4m3"), "w": A}
