@@ -1,4 +1,4 @@
-"""The command line: python -m hqarray report | info."""
+"""The command line: python -m hqarray report | info | convert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,8 +18,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import info
-from .operands import FileError, default_operands, read_operands
+from .interop import convert
+from .operands import default_operands, read_operands
 from .report import Report, count_steps, select, study
+from .tensorfile import FileError
 
 PATIENCE = 2.0
 """Seconds before a progress bar appears."""
@@ -77,6 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     about.add_argument("--chip", action="append", default=[], metavar="sm_90",
                        help="show the engines of this chip instead of the GPU found; may be repeated")
     about.set_defaults(run=_info)
+
+    change = commands.add_parser(
+        "convert", help="quantize the weights of a safetensors file, or change their form",
+        description="Quantize the 2-D weights of a safetensors file, one by one; all else is copied. Of weights that "
+        "are quantized, parts that are stored as asked for are kept, others made from what is there, decoded.",
+    )
+    change.add_argument("source", metavar="IN", help=".safetensors: float or quantized weights")
+    change.add_argument("written", metavar="OUT", help="appears when it is complete, and is never IN")
+    change.add_argument("--rowwise", metavar="FORMAT", help="of the part blocked along the last axis, e.g. mxfp8")
+    change.add_argument("--columnwise", metavar="FORMAT", help="of the part blocked along the first axis")
+    change.add_argument("--match", metavar="GLOB", action="append", default=[],
+                        help="convert only weights of such names, e.g. '*.mlp.*'; may be repeated")
+    change.add_argument("--style", default="hqarray", metavar="|".join(convert.STYLES), choices=convert.STYLES,
+                        help="tensors of the file: hqarray's own, or those of a checkpoint (default: hqarray)")
+    change.add_argument("--force", action="store_true", help="replace OUT where there is one")
+    change.set_defaults(run=_convert)
     return parser
 
 
@@ -138,17 +158,17 @@ def _check_writable(target: str | None) -> None:
 class _Bar:
     """A step that shows a bar on stderr once the work has taken PATIENCE seconds, on a terminal only."""
 
-    def __init__(self, stack: ExitStack, total: int) -> None:
-        self.stack, self.total, self.done = stack, total, 0
+    def __init__(self, stack: ExitStack, total: int, what: str = "quantizing") -> None:
+        self.stack, self.total, self.done, self.what = stack, total, 0, what
         self.console = Console(stderr=True)
         self.started = time.monotonic()
         self.progress: Progress | None = None
 
-    def __call__(self) -> None:
-        self.done += 1
+    def __call__(self, amount: int = 1) -> None:
+        self.done += amount
         if self.progress is None and self.console.is_terminal and time.monotonic() - self.started > PATIENCE:
             self.progress = self.stack.enter_context(Progress(console=self.console, transient=True))
-            self.progress.add_task("quantizing", total=self.total)
+            self.progress.add_task(self.what, total=self.total)
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=self.done)
 
@@ -161,6 +181,34 @@ def _info(options: argparse.Namespace) -> int:
     for line in info.info_lines(chips):
         print(line)
     return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    try:
+        target = convert.target(options.rowwise, options.columnwise, options.style, options.match)
+        convert.refuse_same(options.source, options.written)
+        if not options.force and os.path.lexists(options.written):
+            raise UsageError(f"{options.written}: there is a file already; --force replaces it")
+        plan = convert.plan(options.source, target)
+        if not any(wanted for *_, wanted in plan.jobs):
+            raise UsageError(f"{options.source}: no 2-D weight of a name like {' or '.join(target.match)}")
+        with ExitStack() as stack:
+            _interrupt_when_terminated(stack)
+            bar = _Bar(stack, plan.nbytes, "converting")
+            conversion = convert.convert(plan, options.written, replace=options.force, step=bar)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename or options.source}: {error.strerror or error}") from error
+    Console(file=sys.stdout, highlight=False).print(conversion)
+    return 0
+
+
+def _interrupt_when_terminated(stack: ExitStack) -> None:
+    """SIGTERM ends the work as Ctrl-C does, so that no temporary file is left."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stack.callback(signal.signal, signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

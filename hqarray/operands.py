@@ -5,13 +5,11 @@ Reads with NumPy alone. Nothing in a file is executed: pickled objects are refus
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .formats import BFLOAT16
+from .tensorfile import TYPES, FileError, TensorFile
 
 Values: TypeAlias = npt.NDArray[Any]
 
@@ -26,21 +25,6 @@ ROLE_NAMES = ("x", "w", "dy")
 
 BFLOAT16_SUFFIX = re.compile(r"[._/]bfloat16$")
 ROLE_SUFFIX = re.compile(r"^(?:(?P<layer>.*)[._/])?(?P<role>x|w|dy)$")
-
-SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
-    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
-"""Types NumPy can hold; a tensor of another type (F8_E4M3, F4 ...) is skipped and named."""
-
-HEADER_LIMIT = 100_000_000
-"""Bytes: the safetensors format's own limit on its header."""
-
-
-class FileError(ValueError):
-    """A file that cannot be read, in one line that names it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,37 +142,15 @@ def _read_npz(path: Path) -> Iterator[tuple[str, Values | str]]:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, Values | str]]:
-    """8 bytes header length, a JSON header, the data; every claim of the header is checked against the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER_LIMIT):
-            raise FileError(f"{path}: not a safetensors file: its header would be {length} bytes of {size}")
-        header = json.loads(file.read(length).decode("utf-8"))
-    if not isinstance(header, dict):
-        raise FileError(f"{path}: not a safetensors file: its header is not an object")
-    start, data = 8 + length, size - 8 - length
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        except (TypeError, KeyError, ValueError):
-            whole = False
-        if not whole or not begin <= end <= data:
-            raise FileError(f"{path}: the header says of {name!r} what does not fit the file ({data} bytes of data)")
-        dtype = SAFETENSORS_DTYPES.get(kind)
-        if dtype is None:
-            yield name, f"{kind} is not a float type this quantizes"
-            continue
-        if prod(shape) * dtype.itemsize != end - begin:
-            raise FileError(f"{path}: the header says of {name!r} {kind} {list(shape)} in {end - begin} bytes")
-        if len(shape) != 2 or not end - begin:
-            yield name, np.empty(shape, dtype) if not end - begin else f"{len(shape)}-D"
-            continue
-        raw = np.memmap(path, np.uint8, "r", start + begin, (end - begin,))
-        yield name, np.asarray(raw).view(dtype).reshape(shape)
+    file = TensorFile.open(path)
+    for name, tensor in file.tensors.items():
+        dtype = TYPES[tensor.type].dtype if tensor.type in TYPES else None
+        if dtype is None or (dtype.itemsize == 1 and dtype.kind not in "iub"):
+            yield name, f"{tensor.type} is not a float type this quantizes"
+        elif len(tensor.shape) != 2 and tensor.begin < tensor.end:
+            yield name, f"{len(tensor.shape)}-D"
+        else:
+            yield name, file.array(name)
 
 
 # --- arrays -------------------------------------------------------------------------------------

@@ -103,11 +103,11 @@ def test_float8_of_safetensors_is_skipped_and_named(tmp_path: Path) -> None:
     header = json.dumps({
         "q": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]},
         "x": {"dtype": "F32", "shape": [1, 2], "data_offsets": [4, 12]},
-        "v": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
-        "e": {"dtype": "F32", "shape": [0, 2], "data_offsets": [12, 12]},
+        "v": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]},
+        "e": {"dtype": "F32", "shape": [0, 2], "data_offsets": [20, 20]},
     }).encode()
     path = tmp_path / "f.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4) + np.array([1, 2], "<f4").tobytes())
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4) + np.array([1, 2, 3, 4], "<f4").tobytes())
     operands = read_operands([path])
     assert names(operands) == ([], ["x"])
     assert operands.matrices[0].values.tolist() == [[1, 2]]
