@@ -220,7 +220,7 @@ def _sides(
     if engine.name != "bf16x3":
         return (_side(x, a, engine.name, 1, False, scratch, device),
                 _side(y, b, engine.name, 1, False, scratch, device))
-    split_right = gemm.bf16_terms(b) > 1
+    split_right = b.bf16_terms > 1
     return (_side(x, a, engine.name, 3, not split_right, scratch, device),
             _side(y, b, engine.name, 3, split_right, scratch, device))
 

@@ -315,7 +315,7 @@ def _sides(
     a, b, name = request.a, request.b, "bfloat16" if engine.name == "bf16" else engine.name
     terms, split = 1, (False, False)
     if engine.name == "bf16x3":
-        is_right = gemm.bf16_terms(b.layout.storage) > 1
+        is_right = b.layout.storage.bf16_terms > 1
         terms, split = 3, (not is_right, is_right)
     return (side_of(a, A, a_sizes, name, terms, split[0], scratch, device),
             side_of(b, B, b_sizes, name, terms, split[1], scratch, device))

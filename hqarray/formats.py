@@ -221,6 +221,16 @@ class Storage:
         """Name of the type of one stored scale in ml_dtypes, torch and JAX."""
         return SCALES[self.scale].dtype_name
 
+    @property
+    def bf16_terms(self) -> int:
+        """How many bf16 numbers hold a decoded element exactly, a scale of the whole matrix left aside: 1 or 3.
+
+        A significand of up to 4 bits times a power of two or a 4-bit significand fits bf16's 8 bits; an arbitrary
+        float32 (or float16) does not.
+        """
+        any_float32 = self.scale == "float32" and self.block is not None and not self.pow2
+        return 3 if any_float32 or self.element.significand_bits > 8 else 1
+
     def num_scales(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Logical shape of the scales of an (outer, k) part."""
         if self.scale == "none":

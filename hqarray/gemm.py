@@ -92,7 +92,7 @@ def choose_engine(a: Storage, b: Storage, chip: Chip) -> Engine:
     refused = native_refusal(a, b, chip)
     if refused is None:
         return Engine("native", f"cuBLASLt on sm_{chip[0]}{chip[1]}")
-    terms = sorted((bf16_terms(a), bf16_terms(b)))
+    terms = sorted((a.bf16_terms, b.bf16_terms))
     if terms == [1, 1]:
         return Engine("bf16", f"{refused}; both operands are exact in bf16")
     if terms == [1, 3]:
@@ -115,20 +115,10 @@ def asked_engine(asked: Engine | EngineName, a: Storage, b: Storage, chip: Chip)
 
 
 def _inexact(name: EngineName, a: Storage, b: Storage) -> str | None:
-    terms = sorted((bf16_terms(a), bf16_terms(b)))
+    terms = sorted((a.bf16_terms, b.bf16_terms))
     if name == "bf16" and terms != [1, 1]:
         return "one operand is not exact in bf16" if terms == [1, 3] else "neither operand is exact in bf16"
     return "neither operand is exact in bf16" if name == "bf16x3" and terms == [3, 3] else None
-
-
-def bf16_terms(storage: Storage) -> int:
-    """How many bf16 numbers hold a decoded element exactly, its scalar scale left to alpha: 1 or 3.
-
-    A significand of up to 4 bits times a power of two or a 4-bit significand fits bf16's 8 bits; an arbitrary
-    float32 (or float16) does not.
-    """
-    any_float32 = storage.scale == "float32" and storage.block is not None and not storage.pow2
-    return 3 if any_float32 or storage.element.significand_bits > 8 else 1
 
 
 def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:

@@ -58,7 +58,7 @@ class Specialisation:
 
 
 def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
-    """Every kernel: each format alone in both directions and with itself, or with every other."""
+    """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other."""
     formats: list[tuple[str, Format]] = list(FORMATS.items())
     storages: dict[Storage, str] = {}
     for name, format in formats:
@@ -75,12 +75,14 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
             suffix = f"{dtype}{'' if aligned else ' unaligned'}"
             yield Specialisation(f"amax {suffix}", traits.amax_launch(dtype, aligned).source, main)
             for name, row in formats:
-                others: list[tuple[str, Format | None]] = [*formats] if pairs else [(name, row)]
-                for other, column in [("-", None), *others]:
+                for other, column in formats if pairs else [(name, row)]:
                     source = traits.quantize_launch(row, column, dtype, aligned).source
-                    yield Specialisation(f"quantize {name} / {other} {suffix}", source, main and other in ("-", name))
-                source = traits.quantize_launch(None, row, dtype, aligned).source
-                yield Specialisation(f"quantize - / {name} {suffix}", source, main)
+                    yield Specialisation(f"quantize {name} / {other} {suffix}", source, main and other == name)
+                if main or pairs:
+                    source = traits.quantize_launch(row, None, dtype, aligned).source
+                    yield Specialisation(f"quantize {name} / - {suffix}", source, main)
+                    source = traits.quantize_launch(None, row, dtype, aligned).source
+                    yield Specialisation(f"quantize - / {name} {suffix}", source, main)
             for storage, name in storages.items():
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
@@ -91,30 +93,35 @@ def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) 
     """The kernels over many matrices, for bfloat16 rows on 16 bytes."""
     yield Specialisation("amax of groups", traits.amax_launch("bfloat16", True, grouped=True).source, True)
     for name, row in formats:
-        for first, second in ((row, None), (None, row), (row, row)):
-            source = traits.quantize_launch(first, second, "bfloat16", True, grouped=True).source
-            names = " / ".join("-" if format is None else name for format in (first, second))
-            yield Specialisation(f"quantize groups {names}", source, False)
+        source = traits.quantize_launch(row, row, "bfloat16", True, grouped=True).source
+        yield Specialisation(f"quantize groups {name} / {name}", source, False)
     for storage, name in storages.items():
         for transposed in (False, True):
             source = traits.dequantize_launch(storage, "bfloat16", transposed, True, grouped=True).source
             yield Specialisation(f"dequantize groups {name} {('rows', 'columns')[transposed]}", source, True)
 
 
+def _forms(storage: Storage) -> list[tuple[int, bool, str]]:
+    """(terms, split, name) of the bf16 operands that a part may become."""
+    if storage.bf16_terms == 3:
+        return [(3, True, " split in three")]
+    return [(1, False, ""), (3, False, " three times")]
+
+
 def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
     """What makes operands of parts, and results of sums."""
     for storage, name in storages.items():
-        for dtype, terms, split in (("bfloat16", 1, False), ("bfloat16", 3, True), ("bfloat16", 3, False),
-                                    ("float32", 1, False)):
-            form = {(1, False): "", (3, True): " split in three", (3, False): " three times"}[terms, split]
-            source = traits.decode_launch(storage, dtype, terms, split).source
-            yield Specialisation(f"decode {name} to {dtype}{form}", source, dtype == "bfloat16" and terms == 1)
+        source = traits.decode_launch(storage, "float32", 1, False).source
+        yield Specialisation(f"decode {name} to float32", source, False)
+        for terms, split, form in _forms(storage):
+            source = traits.decode_launch(storage, "bfloat16", terms, split).source
+            yield Specialisation(f"decode {name} to bfloat16{form}", source, terms == 1)
     for out in DTYPES:
         finish = traits.Finish(out, bias="float32", aux=out, gelu=True, accumulate=True)
         yield Specialisation(f"finish {out}", traits.finish_launch(finish).source, True)
     for storage, name in storages.items():
         for axis in AXES:
-            for terms, split, form in ((1, False, ""), (3, True, " split in three"), (3, False, " three times")):
+            for terms, split, form in _forms(storage):
                 source = traits.decode_launch(storage, "bfloat16", terms, split, axis).source
                 yield Specialisation(f"decode groups {name} ragged {axis}{form}", source, terms == 1)
     for out in DTYPES:

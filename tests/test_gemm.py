@@ -303,7 +303,7 @@ def test_the_reason_says_what_native_lacks(a, b, chip, reason):
 def test_what_bf16_emulation_calls_exact_is_exact(name):
     """Decode with scale and global scale one rounding apart: the codes under their block scales fit bf16's 8 bits."""
     storage = FORMATS[name].storage
-    if gemm.bf16_terms(storage) == 3:
+    if storage.bf16_terms == 3:
         return
     if storage.element.bits > 8:
         assert storage.element.significand_bits <= 8
@@ -319,4 +319,4 @@ def test_what_bf16_emulation_calls_exact_is_exact(name):
 def test_pow2_block_scales_need_one_bf16_term(name):
     decoded = quantized("wide", (64, 256), rowwise=name).dequantize()
     np.testing.assert_array_equal(decoded.astype(BFLOAT16).astype(np.float32), decoded)
-    assert gemm.bf16_terms(FORMATS[name].storage) == 1
+    assert FORMATS[name].storage.bf16_terms == 1

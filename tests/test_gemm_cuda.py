@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray import gemm, testing
+from hqarray import testing
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import BFLOAT16, FORMATS
@@ -142,7 +142,7 @@ def test_decoded_operands_are_exact(cupy, name):
     unit = cupy.eye(90, dtype=np.float32).astype(BFLOAT16)
     for kind in ("wide", "ties", "tiny", "huge", "subnormals"):
         a = hq.quantize(cupy.asarray(testing.matrix(kind, (37, 90))), rowwise=name)
-        engine = "bf16" if gemm.bf16_terms(FORMATS[name].storage) == 1 else "bf16x3"
+        engine = "bf16" if FORMATS[name].storage.bf16_terms == 1 else "bf16x3"
         y = hq.matmul(a, unit, engine=engine, out_dtype=np.float32)
         expected = exactly(a.dequantize(dtype=np.float32))
         if not np.isfinite(expected).all():  # fp16

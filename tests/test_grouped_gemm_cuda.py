@@ -158,12 +158,12 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
 @named("name", FORMATS)
 def test_members_are_decoded_exactly(cupy, name, sizes):
     """The terms of an element add up to its value but for the scale of the whole member, whose power of two is in."""
-    from hqarray import cuda, cuda_grouped_sides, gemm
+    from hqarray import cuda, cuda_grouped_sides
     from hqarray.cuda_calls import Scratch
     from hqarray.cuda_grouped import groups_of
 
     storage = FORMATS[name].storage
-    terms = gemm.bf16_terms(storage)
+    terms = storage.bf16_terms
     g = activations(cupy, sizes, 136, name, name, extra=3, values="wide")
     device = cupy.cuda.Device().id
     for direction in ("rowwise", "columnwise"):
