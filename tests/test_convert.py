@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,10 @@ def test_signal_in_the_middle_leaves_nothing(number: int, tmp_path: Path) -> Non
     x = RNG.standard_normal((1024, 4096)).astype(np.float32)
     save(tmp_path / "in", {f"w{i}": x for i in range(40)})
     arguments = [sys.executable, "-m", "hqarray", "convert", "in", "out", "--rowwise=nvfp4", "--columnwise=nvfp4"]
-    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # a shell's job in the background ignores SIGINT
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard
+    )
     try:
         until = time.monotonic() + 60
         while len(os.listdir(tmp_path)) < 2 and process.poll() is None and time.monotonic() < until:

@@ -180,9 +180,12 @@ def test_two_names_of_one_row_share_their_kernels():
 
 def test_every_row_is_in_the_catalogue_in_each_direction():
     names = {kernel.name for kernel in catalogue.specialisations()}
+    everything = {kernel.name for kernel in catalogue.specialisations(pairs=True)}
     for name, dtype in itertools.product(NAMES, catalogue.DTYPES):
-        for pair in (f"{name} / -", f"- / {name}", f"{name} / {name}"):
-            assert {f"quantize {pair} {dtype}", f"quantize {pair} {dtype} unaligned"} <= names
+        assert {f"quantize {name} / {name} {dtype}", f"quantize {name} / {name} {dtype} unaligned"} <= names
+        for pair in (f"{name} / -", f"- / {name}"):
+            assert {f"quantize {pair} {dtype}", f"quantize {pair} {dtype} unaligned"} <= everything
+            assert f"quantize {pair} bfloat16" in names
     pairs = {kernel.name for kernel in catalogue.specialisations(pairs=True, dtypes=["bfloat16"])}
     assert {f"quantize {row} / {column} bfloat16" for row in NAMES for column in NAMES} <= pairs
 
