@@ -11,6 +11,11 @@ import numpy as np
 from .layout import Array, PartLayout, namespace
 
 
+def ordinal_of(memory: Any) -> int:
+    """The CUDA device that holds a NumPy array or CuPy's MemoryPointer; -1 for the host."""
+    return -1 if isinstance(memory, np.ndarray) else int(memory.device_id)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """A part's buffers in one allocation of bytes; views are made on access.
@@ -73,7 +78,7 @@ class Packed:
     @property
     def ordinal(self) -> int:
         """The CUDA device that holds it; -1 for the host."""
-        return -1 if isinstance(self.memory, np.ndarray) else int(self.memory.device_id)
+        return ordinal_of(self.memory)
 
     @property
     def device(self) -> Any:

@@ -25,7 +25,7 @@ from .grouped_parts import (
     zeros_scattered,
 )
 from .groups import Sizes
-from .inputs import FLOATS, as_array, as_flag, as_ours, as_output, place
+from .inputs import as_array, as_flag, as_ours, as_output, place
 from .layout import PITCH, Array, namespace
 
 Formats = tuple[Format | None, Format | None]
@@ -326,9 +326,7 @@ def dequantize(array: GroupedArray, *, source: Direction | None = None, dtype: A
         raise ValueError(f"source={source!r} is not 'rowwise' or 'columnwise'")
     direction = source or _more_precise(array)
     part = array.part(direction, "dequantize")
-    wanted = array.dtype if dtype is None else np.dtype(dtype)
-    if wanted not in FLOATS[:3]:
-        raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
+    wanted = ops._decoded_dtype(array.dtype if dtype is None else dtype)
     if isinstance(part, ScatteredPart):
         return [ops.dequantize(x, source=direction, dtype=wanted) for x in array]
     columnwise = direction == "columnwise"

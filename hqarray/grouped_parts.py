@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import PICKLE_VERSION, QuantizedArray, describe_bytes, describe_device
-from .buffers import Packed, Separate
+from .buffers import Packed, Separate, ordinal_of
 from .formats import Format, as_format
 from .groups import Axis, GroupedLayout, Sizes, Span, grouped_layout, span_starts
 from .layout import ALIGNMENT, Array, namespace, part_layout, round_up, scale_layout
@@ -92,7 +92,7 @@ class GroupedPart:
     @property
     def ordinal(self) -> int:
         """The CUDA device that holds it; -1 for the host."""
-        return -1 if isinstance(self.memory, np.ndarray) else int(self.memory.device_id)
+        return ordinal_of(self.memory)
 
     @property
     def device(self) -> Any:
@@ -257,7 +257,7 @@ class ScatteredPart:
     @property
     def ordinal(self) -> int:
         """The CUDA device that holds it; -1 for the host."""
-        return -1 if isinstance(self.memory, np.ndarray) else int(self.memory.device_id)
+        return ordinal_of(self.memory)
 
     @property
     def device(self) -> Any:

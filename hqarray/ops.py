@@ -151,11 +151,17 @@ def dequantize(array: HybridArray | GroupedArray, *, source: Direction | None = 
         raise ValueError(f"source={source!r} is not 'rowwise' or 'columnwise'")
     direction = source or _more_precise(array)
     part = array.part(direction, "dequantize")
-    wanted = array.dtype if dtype is None else np.dtype(dtype)
-    if wanted not in FLOATS[:3]:
-        raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
+    wanted = _decoded_dtype(array.dtype if dtype is None else dtype)
     values = _backend_of(part).dequantize_part(part, wanted, transposed=direction == "columnwise")
     return values if values.shape == array.shape else values.reshape(array.shape)
+
+
+def _decoded_dtype(dtype: Any) -> np.dtype[Any]:
+    """A dtype that parts can be decoded to. Raises TypeError for another one."""
+    wanted: np.dtype[Any] = np.dtype(dtype)
+    if wanted not in FLOATS[:3]:
+        raise TypeError(f"dequantize gives float32, float16 or bfloat16, not {wanted}; use .astype({wanted}) after")
+    return wanted
 
 
 def _more_precise(array: HybridArray) -> Direction:
@@ -282,16 +288,12 @@ def matmul(
     if out is None:
         out = np.empty(shape, dtype)
     flat = (left.shape[0], right.shape[0])
-    target, spare = _flat(out, flat), None if aux is None else _flat(aux, flat)
+    target, spare = out.reshape(flat), None if aux is None else aux.reshape(flat)
     gemm.multiply(left, right, epilogue, target, spare)
     for array, written in ((out, target), (aux, spare)):
         if array is not None and written is not None and not np.shares_memory(array, written):
             array[...] = written.reshape(shape)
     return out if given is None else given
-
-
-def _flat(out: Array, shape: tuple[int, int]) -> Array:
-    return out.reshape(shape)
 
 
 @cache

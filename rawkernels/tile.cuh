@@ -50,7 +50,6 @@ struct Direction {
     template <class A> static HQ_FN i64 lines(const A& a) { return DOWN ? a.k : a.m; }
     template <class A> static HQ_FN i64 length(const A& a) { return DOWN ? a.m : a.k; }
     static HQ_FN int lane(const Place& p) { return DOWN ? p.ty : p.tx; }
-    static HQ_FN int across_lane(const Place& p) { return DOWN ? p.tx : p.ty; }
     static constexpr int step = DOWN ? LANES_ACROSS : 1;        // lane number to the next patch along the line
     static constexpr int other_step = DOWN ? 1 : LANES_ACROSS;  // to the next patch across lines
     static constexpr int lanes = DOWN ? LANES_DOWN : LANES_ACROSS;  // patches of a warp along a line
