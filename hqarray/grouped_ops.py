@@ -367,10 +367,10 @@ def grouped_matmul(
              where both are. A sum over an empty k is zero.
     Otherwise as hqarray.matmul.
     """
-    given = (a, b, out, bias, (out_dtype, activation, accumulate, engine))
+    asked = (a, b, out, bias, (out_dtype, activation, accumulate, engine))
     is_plain = type(a) is type(b) is GroupedArray and a.rowwise is not None
     warm = _warm(a.rowwise.memory.__class__) if is_plain else None
-    done: Array | None = None if warm is None else warm.matmul(*given)
+    done: Array | None = None if warm is None else warm.matmul(*asked)
     if done is not None:
         return done
     product, chosen = _product(a, b, engine)
@@ -401,7 +401,7 @@ def grouped_matmul(
     request = product.request(dtype, target, bias, activation, accumulate, chosen)
     result = grouped_gemm.multiply(request) if ordinal < 0 else _multiply_on_gpu(request)
     if warm is not None and target is side:
-        warm.keep_matmul(*given, request, product.is_transposed)
+        warm.keep_matmul(*asked, request, product.is_transposed)
     if out is None:
         return result.T if product.is_transposed else result
     if target is not side:
