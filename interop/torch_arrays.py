@@ -155,18 +155,19 @@ class _View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def of(self, storage: Any, start: int, device: Any) -> Any:
-        """The tensor in memory that begins so many bytes into a storage."""
-        tensor = torch.empty(0, dtype=self.dtype, device=device)
-        return tensor.set_(storage, start // self.dtype.itemsize + self.offset, self.shape, self.strides)
+    def of(self, flat: Any, start: int) -> Any:
+        """The tensor in memory that begins so many bytes into the storage of a flat tensor of bytes.
+
+        Two views of a tensor take less of the host's time than a new one that is set to a storage.
+        """
+        dtype, offset, shape, strides = self
+        return flat.view(dtype).as_strided(shape, strides, start // dtype.itemsize + offset)
 
     def is_of(self, tensor: Any, start: int) -> bool:
         """Whether a tensor is this view of memory that begins at an address."""
-        return (  # type: ignore[no-any-return]
-            tensor.data_ptr() == start + self.offset * self.dtype.itemsize
-            and tensor.shape == self.shape
-            and tensor.stride() == self.strides
-        )
+        dtype, offset, shape, strides = self
+        at = start + offset * dtype.itemsize
+        return tensor.data_ptr() == at and tensor.shape == shape and tensor.stride() == strides  # type: ignore[no-any-return]
 
 
 @cache
@@ -176,7 +177,7 @@ def _storage(format: Format) -> tuple[Storage, Any, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_View | None, ...]]:
+def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_View, _View | None, _View | None]]:
     """The layout of our own of such a part, and where codes, scales and global scale lie in it."""
     storage = format.storage
     layout, types = part_layout(storage, shape), _types(storage)
@@ -198,24 +199,36 @@ def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
     last tensor or array that holds it, in the order of the stream that it was allocated for.
     Scales that lie in tiles, which are no strided view, are a copy.
     """
-    if isinstance(array, HybridArray):
-        rows, columns = (None if p is None else to_torch(p) for p in (array.rowwise, array.columnwise))
-        return TorchPair(rows, columns)  # type: ignore[arg-type]
-    if not isinstance(array, QuantizedArray):
+    if isinstance(array, QuantizedArray):
+        return _tensors(array)
+    if not isinstance(array, HybridArray):
         raise TypeError(f"to_torch takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
-    buffers, ordinal = array.buffers, array.ordinal
-    if ordinal >= 0:
-        _cuda().order(ordinal, torch_first=False)
-    if isinstance(buffers, Packed):
-        if ordinal >= 0:
-            storage, start, device = _cuda().storage_of(buffers.memory, buffers.layout.nbytes)
-        else:
-            storage, start, device = torch.from_numpy(buffers.memory).untyped_storage(), 0, "cpu"
-        _, views = _views(array.format, array.shape)
-        return TorchPart(*(None if view is None else view.of(storage, start, device) for view in views))
-    (kept, codes_type, scales_type), whole = _storage(array.format), array.global_scale
-    scales = None if kept.scale == "none" else _typed(array.scales, scales_type)
-    return TorchPart(_typed(array.codes, codes_type), scales, None if whole is None else as_tensor(whole))
+    return TorchPair(*(None if part is None else _tensors(part) for part in (array.rowwise, array.columnwise)))
+
+
+def _tensors(part: QuantizedArray) -> TorchPart:
+    buffers = part.buffers
+    if not isinstance(buffers, Packed):
+        return _separate_tensors(part)
+    memory = buffers.memory
+    if isinstance(memory, np.ndarray):
+        flat, start = as_tensor(memory), 0
+    else:
+        flat, start = _cuda().flat(memory, buffers.layout.nbytes)
+    codes, scales, whole = _views(part.format, part.shape)[1]
+    return TorchPart(
+        codes.of(flat, start),
+        None if scales is None else scales.of(flat, start),
+        None if whole is None else whole.of(flat, start),
+    )
+
+
+def _separate_tensors(part: QuantizedArray) -> TorchPart:
+    if part.ordinal >= 0:
+        _cuda().order(part.ordinal, torch_first=False)
+    (kept, codes_type, scales_type), whole = _storage(part.format), part.global_scale
+    scales = None if kept.scale == "none" else _typed(part.scales, scales_type)
+    return TorchPart(_typed(part.codes, codes_type), scales, None if whole is None else as_tensor(whole))
 
 
 def _typed(array: Array, dtype: Any) -> Any:
@@ -261,25 +274,21 @@ def from_torch(
 
 
 def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> QuantizedArray:
-    codes = part.codes
-    for name, tensor in zip(part._fields, part, strict=True):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
-        if tensor is not None and tensor.device != codes.device:
-            raise ValueError(f"{name} is on {tensor.device}, codes on {codes.device}; move one")
+    codes, scales, _ = part
+    _check_tensors(part)
     if codes.ndim != 2:
         raise ValueError(f"codes are (outer, k), these are {tuple(codes.shape)}; use .flatten(0, -2)")
     format = _fitting(part, shape) if format is None else as_format(format)
     storage, codes_type, scales_type = _storage(format)
     if codes.dtype not in (codes_type, torch.uint8):
         raise TypeError(f"codes of {format.name} are {codes_type} or torch.uint8, these are {codes.dtype}")
-    if part.scales is not None and part.scales.dtype not in (scales_type, torch.uint8):
-        raise TypeError(f"scales of {format.name} are {scales_type}, these are {part.scales.dtype}")
+    if scales is not None and scales.dtype not in (scales_type, torch.uint8):
+        raise TypeError(f"scales of {format.name} are {scales_type}, these are {scales.dtype}")
     size = _shape_of(codes, storage) if shape is None else (int(shape[0]), int(shape[1]))
     if codes.is_cuda:
         _cuda().order(codes.get_device(), torch_first=True)
     layout, views = _views(format, size)
-    if part.scales is not None and _is_ours(part, layout, views):
+    if scales is not None and _is_ours(part, layout, views):
         memory = _memory_of(codes, layout.nbytes)
         return QuantizedArray(format, size, Packed(memory, layout, storage.global_scale, False))
     arrays = [None if tensor is None else as_array(tensor) for tensor in part]
@@ -288,21 +297,39 @@ def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> Qua
     return QuantizedArray.from_buffers(arrays[0], arrays[1], format, size, global_scale=arrays[2])
 
 
+def _check_tensors(part: TorchPart) -> None:
+    """Raise where a field is no tensor or not beside the codes."""
+    device = None
+    for name, tensor in zip(TorchPart._fields, part, strict=True):
+        if isinstance(tensor, torch.Tensor):
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, codes on {device}; move one")
+        elif tensor is not None or device is None:
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+
+
 def _shape_of(codes: Any, storage: Storage) -> tuple[int, int]:
     outer, columns = codes.shape
     return outer, columns * 2 if storage.element.stored_bits == 4 else columns
 
 
-def _is_ours(part: TorchPart, layout: PartLayout, views: tuple[_View | None, ...]) -> bool:
+def _is_ours(part: TorchPart, layout: PartLayout, views: tuple[_View, _View | None, _View | None]) -> bool:
     """Whether the tensors lie in one storage as our own layout has them: to_torch gave them, and padding is zero."""
-    storage = part.codes.untyped_storage()
+    codes, scales, whole = part
+    storage = codes.untyped_storage()
     start = storage.data_ptr()
-    if storage.nbytes() != layout.nbytes or not start:
+    if not start or storage.nbytes() != layout.nbytes:
         return False
-    for tensor, view in zip(part, views, strict=True):
-        if (tensor is None) != (view is None) or (view is not None and not view.is_of(tensor, start)):
-            return False
-    return True
+    of_codes, of_scales, of_whole = views
+    if of_scales is None or (whole is None) != (of_whole is None):
+        return False
+    return (
+        of_codes.is_of(codes, start)
+        and of_scales.is_of(scales, start)
+        and (of_whole is None or of_whole.is_of(whole, start))
+    )
 
 
 def _memory_of(codes: Any, nbytes: int) -> Any:

@@ -160,6 +160,19 @@ def test_an_array_made_of_tensors_multiplies_like_the_one_they_are_of(device):
     testing.assert_bitwise_equal(host(again @ b.T), host(a @ b.T))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "mxfp6_e2m3"])
+def test_a_part_may_go_there_and_back_again_and_again(name, device):
+    """Its memory is then a tensor of torch's types, whose views are taken anew."""
+    part = quantized(device, (33, 259), rowwise=name).rowwise
+    tensors = hqt.to_torch(part)
+    for _ in range(3):
+        again = hqt.from_torch(tensors, format=name, shape=part.shape)
+        tensors = hqt.to_torch(again)
+        assert type(again.buffers).__name__ == "Packed"
+        assert_same_part(again, part)
+        assert tensors.codes.data_ptr() == pointer(part.codes)
+
+
 def test_other_memory_is_never_taken_for_our_layout(device):
     """Codes whose padding may hold anything: they are copied at the GEMM, not read as they lie."""
     part = quantized(device, (16, 48), rowwise="mxfp8").rowwise
