@@ -50,7 +50,7 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
     return _Linear.apply(x, w, bias, recipe, torch.is_grad_enabled())
 
 
-def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) -> Any:
+def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bias: Any = None) -> Any:
     """Linear layers of groups of rows, each by its own weight: the experts of a mixture.
 
     x        (T, k) float tensor, the rows of group after group
@@ -58,23 +58,26 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) ->
     sizes    rows of each group, summing to T or less: integers, a tensor of them on the CPU, or beside CUDA tensors an
              int32 or int64 tensor there, which the host then never reads
     recipe   a Recipe, or the name of a recipe or format
-    returns  (T, n): rows of x @ w[i].T; rows of no group are zero, and so are their gradients
+    bias     (num_groups, n), added in the GEMM
+    returns  (T, n): rows of x @ w[i].T + bias[i]; rows of no group are zero, and so are their gradients
 
-    An empty group's weight has a zero gradient. Otherwise as linear.
+    An empty group's weight and bias have a zero gradient. Otherwise as linear.
     """
     if torch.compiler.is_compiling():
-        return _eager_grouped_linear(x, w, sizes, recipe)
+        return _eager_grouped_linear(x, w, sizes, recipe, bias)
     recipe = as_recipe(recipe)
-    x, w, _ = _checked(x, w, None)
+    x, w, bias = _checked(x, w, bias)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
             f"grouped_linear needs x (T, k) and w (num_groups, n, k), these are {tuple(x.shape)} and {tuple(w.shape)}"
         )
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, it has {tuple(bias.shape)}")
     kept, host = _sizes(sizes, x)
     count = len(host) if kept is None else len(kept)
     if count != w.shape[0]:
         raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
-    return _GroupedLinear.apply(x, w, kept, host, recipe, torch.is_grad_enabled())
+    return _GroupedLinear.apply(x, w, bias, kept, host, recipe, torch.is_grad_enabled())
 
 
 # What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
@@ -176,7 +179,7 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
 class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, x: Any, w: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
+        ctx: Any, x: Any, w: Any, bias: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
     ) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
         with on_torch(x.device):
@@ -190,11 +193,11 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
             ctx.covers = sizes is None and sum(host) == x.shape[0]
             shape = (x.shape[0], w.shape[1])
             y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
-            ops.matmul(gx, gw.T, out=out)
+            ops.matmul(gx, gw.T, out=out, bias=None if bias is None else as_array(bias))
             _save(ctx, (gx.columnwise, gw.columnwise), () if sizes is None else (sizes,))
         ctx.recipe, ctx.host, ctx.shapes = recipe, host, (tuple(x.shape), tuple(w.shape))
         ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
-        ctx.types = x.dtype, w.dtype
+        ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -202,23 +205,44 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
         return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None)
 
 
-def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = dw = None
+def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
     with on_torch(dy.device):
         x, w, *kept = _saved(ctx)
-        row, column = ctx.recipe.grad_output
-        gdy = grouped_quantize(
-            as_array(dy), as_array(kept[0]) if kept else ctx.host, rowwise=row if needs_x else None,
-            columnwise=column if needs_w else None,
-        )
+        if needs_x or needs_w:
+            row, column = ctx.recipe.grad_output
+            gdy = grouped_quantize(
+                as_array(dy), as_array(kept[0]) if kept else ctx.host, rowwise=row if needs_x else None,
+                columnwise=column if needs_w else None,
+            )
         if needs_x:
             dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
             ops.matmul(gdy, GroupedArray(None, w, *ctx.axes[1]), out=out)
         if needs_w:
             dw, out = _empty(ctx.shapes[1], ctx.types[1], dy.device)
             ops.matmul(gdy.T, GroupedArray(None, x, *ctx.axes[0]), out=out)
-    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1])
+    if needs_bias:
+        db = _sums(dy, kept[0] if kept else None, ctx.host).to(ctx.types[2])
+    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1]), db
+
+
+def _sums(values: Any, sizes: Any, host: tuple[int, ...]) -> Any:
+    """Sums over each group's rows, float32 (num_groups, n).
+
+    With sizes on a device by index_add_, whose order torch.use_deterministic_algorithms fixes.
+    """
+    if sizes is None:
+        rest = values.shape[0] - sum(host)
+        groups = values.split([*host, rest])[:-1]
+        sums = values.new_zeros((len(host), values.shape[1]), dtype=torch.float32)
+        for total, group in zip(sums, groups, strict=True):
+            torch.sum(group, 0, dtype=torch.float32, out=total)
+        return sums
+    ends = sizes.clamp(min=0).cumsum(0)
+    group_of = torch.searchsorted(ends, torch.arange(values.shape[0], device=ends.device), right=True)
+    sums = values.new_zeros((len(sizes) + 1, values.shape[1]), dtype=torch.float32)  # the last: rows of no group
+    return sums.index_add_(0, group_of, values.to(torch.float32))[:-1]
 
 
 # --- both ---------------------------------------------------------------------------------------
