@@ -26,8 +26,16 @@ except ImportError as error:
 from hqarray import dlpack, ops
 from hqarray.arrays import FLOAT32, HybridArray, QuantizedArray
 from hqarray.dlpack import Typed
-from hqarray.formats import Format, as_format
+from hqarray.formats import FORMATS, Format, as_format
 from hqarray.layout import Array, namespace
+
+from .fitting import fitting
+
+_TYPED = frozenset(
+    element.dtype_name for element in (format.storage.element for format in FORMATS.values())
+    if element.dtype_name in (*dlpack.TYPES, element.dtype.name)
+)
+"""Elements that JAX has a type for which DLPack carries."""
 
 # --- parts --------------------------------------------------------------------------------------
 
@@ -87,20 +95,21 @@ def _as_jax(typed: Typed) -> Any:
 def from_jax(
     parts: JaxPart | JaxPair | tuple[Any, ...],
     *,
-    format: Format | str | tuple[Format | str | None, Format | str | None],
+    format: Format | str | tuple[Format | str | None, Format | str | None] | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: Any = None,
 ) -> QuantizedArray | HybridArray:
     """JAX arrays as a part, or a JaxPair as a HybridArray, over the same memory: the inverse of to_jax.
 
     parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8
-    format   of the part; of a pair one for both or two
+    format   default the one whose types and shapes these are (bytes, of MXFP4 and FP6, do not tell); of a pair one or two
     shape    (outer, k), default that of codes, k even for FP4; of a pair X's
     dtype    nominal dtype of a pair; default float32
     returns  QuantizedArray, of a pair HybridArray. Its memory is JAX's: read-only on the CPU, and on a GPU not to be
              requantized into; .copy() has buffers of its own.
 
-    Raises as QuantizedArray.from_buffers does, TypeError for what is no JAX array.
+    Raises as QuantizedArray.from_buffers does, ValueError where no format or more than one fits, TypeError for what is
+    no JAX array.
     """
     if isinstance(parts, JaxPair):
         formats = format if isinstance(format, tuple) else (format, format)
@@ -118,20 +127,25 @@ def from_jax(
 
 
 def _part_of(part: JaxPart, format: Format | str | None, shape: tuple[int, ...] | None) -> QuantizedArray:
-    if format is None:
-        raise ValueError("format= names none for a part that is there")
     for name, array in zip(part._fields, part, strict=True):
-        if array is not None and not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array) and (array is not None or name == "codes"):
             raise TypeError(f"{name} is {type(array).__name__}, not a jax.Array; jnp.asarray(...) makes one")
-    format = as_format(format)
+    if part.codes.ndim != 2:
+        raise ValueError(f"codes are (outer, k), these are {part.codes.shape}; use .reshape(-1, k)")
+    format = _fitting(part, shape) if format is None else as_format(format)
     if shape is None:
-        if part.codes.ndim != 2:
-            raise ValueError(f"codes are (outer, k), these are {part.codes.shape}; use .reshape(-1, k)")
         outer, columns = part.codes.shape
         shape = outer, columns * 2 if format.storage.element.stored_bits == 4 else columns
     return QuantizedArray.from_buffers(
         part.codes, part.scales, format, (shape[0], shape[1]), global_scale=part.global_scale
     )
+
+
+def _fitting(part: JaxPart, shape: tuple[int, ...] | None) -> Format:
+    arrays = [part.codes] if part.scales is None else [part.codes, part.scales]
+    kinds, sizes = tuple(array.dtype.name for array in arrays), tuple(array.shape for array in arrays)
+    whole = None if shape is None else tuple(shape)
+    return fitting(kinds, sizes, part.global_scale is not None, shape=whole, typed=_TYPED)
 
 
 # --- inside functions ---------------------------------------------------------------------------

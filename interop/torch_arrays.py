@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,8 @@ from hqarray.buffers import Packed
 from hqarray.formats import BFLOAT16, FORMATS, Format, Storage, as_format
 from hqarray.grouped_parts import GroupedPart
 from hqarray.layout import Array, PartLayout, part_layout
+
+from .fitting import fitting
 
 NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16,
@@ -340,34 +341,15 @@ def _memory_of(codes: Any, nbytes: int) -> Any:
 
 
 def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
-    """The one format whose types and shapes a part's are; of those that are stored alike the first in FORMATS."""
-    codes, scales = part.codes, part.scales
-    kinds = (codes.dtype, *(() if scales is None else (scales.dtype,)))
-    sizes = (tuple(codes.shape), *(() if scales is None else (tuple(scales.shape),)))
-    found = _found(kinds, sizes, part.global_scale is not None, None if shape is None else tuple(shape))
-    if len(found) == 1:
-        return found[0]
-    described = " with scales ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
-    names = ", ".join(format.name for format in found) or "no format"
-    raise ValueError(f"codes {described} may be {names}; pass format=")
+    tensors = [part.codes] if part.scales is None else [part.codes, part.scales]
+    kinds = tuple(str(tensor.dtype).removeprefix("torch.").removesuffix("_x2") for tensor in tensors)
+    sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+    whole = None if shape is None else tuple(shape)
+    return fitting(kinds, sizes, part.global_scale is not None, shape=whole, typed=_typed_elements())
 
 
-@lru_cache(maxsize=4096)
-def _found(
-    kinds: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool, shape: tuple[int, ...] | None
-) -> tuple[Format, ...]:
-    """Formats that tensors of these types and shapes may be of."""
-    found: dict[Storage, Format] = {}
-    for format in FORMATS.values():
-        storage = format.storage
-        types = _types(storage)[: 1 if storage.scale == "none" else 2]
-        if storage.pow2 or kinds != types or has_global_scale != storage.global_scale:
-            continue
-        outer, columns = sizes[0]
-        matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
-        if len(sizes) > 1:
-            wanted = storage.num_scales(matrix)  # type: ignore[arg-type]
-            if sizes[1] != wanted and not (storage.block is None and prod(sizes[1]) == 1):
-                continue
-        found.setdefault(storage, format)
-    return tuple(found.values())
+@cache
+def _typed_elements() -> frozenset[str]:
+    """Elements that torch has a type for."""
+    names = {format.storage.element.dtype_name for format in FORMATS.values()}
+    return frozenset(name for name in names if torch_type(name) is not torch.uint8)

@@ -1,5 +1,6 @@
 """JAX: parts with JAX's types and back, and fake quantization inside its transformations."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -119,6 +120,25 @@ def test_a_pair_goes_and_comes(rowwise, columnwise):
     hq.requantize(own, X)
 
 
+@named("format", FORMATS)
+def test_a_format_is_told_from_types_and_shapes_but_not_from_bytes(format):
+    """Only its scales tell NVFP4: JAX has bytes for FP4 and FP6. How a part was rounded is not told."""
+    part = hq.quantize(testing.matrix("gauss", (256, 512)), rowwise=format).rowwise
+    if format in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2"):
+        with pytest.raises(ValueError, match=r"may be mxfp6_e2m3, mxfp6_e3m2, mxfp4; pass format="):
+            hqj.from_jax(hqj.to_jax(part))
+        return
+    back = hqj.from_jax(hqj.to_jax(part))
+    assert dataclasses.replace(back.format.storage, pow2=part.format.storage.pow2) == part.format.storage
+    testing.assert_bitwise_equal(hq.HybridArray(back).dequantize(), hq.HybridArray(part).dequantize())
+
+
+def test_the_formats_of_a_pair_are_told_for_each_part():
+    array = hq.quantize(testing.matrix("gauss", (256, 512)), rowwise="mxfp8", columnwise="nvfp4")
+    back = hqj.from_jax(hqj.to_jax(array))
+    assert (back.rowwise.format.name, back.columnwise.format.name) == ("mxfp8", "nvfp4")
+
+
 @named(("call", "error", "message"), [
     (lambda p: hqj.to_jax(X), TypeError, "to_jax takes a part or a HybridArray, not ndarray; of a GroupedArray g[i]"),
     (lambda p: hqj.from_jax((np.asarray(p.codes), p.scales), format="mxfp8"), TypeError,
@@ -128,7 +148,8 @@ def test_a_pair_goes_and_comes(rowwise, columnwise):
     (lambda p: hqj.from_jax(p, format="mxfp8", shape=(3, 3)), ValueError, "have shape (3, 3), these have (24, 64)"),
     (lambda p: hqj.from_jax(p, format=("mxfp8", None)), TypeError, "are those of a JaxPair"),
     (lambda p: hqj.from_jax(p, format="mxfp8", dtype="float32"), TypeError, "are those of a JaxPair"),
-    (lambda p: hqj.from_jax(hqj.JaxPair(p), format=(None, "mxfp8")), ValueError, "format= names none for a part that"),
+    (lambda p: hqj.from_jax((p.codes, jnp.ones((3, 3)))), ValueError, "float32 (3, 3) are of no format; pass format="),
+    (lambda p: hqj.from_jax((None, p.scales)), TypeError, "codes is NoneType, not a jax.Array"),
     (lambda p: hqj.from_jax(p._replace(codes=p.codes[None]), format="mxfp8"), ValueError,
      "codes are (outer, k), these are (1, 24, 64)"),
     (lambda p: jax.jit(lambda c: hqj.from_jax((c, p.scales), format="mxfp8").codes)(p.codes), Exception,

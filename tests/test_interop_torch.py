@@ -195,8 +195,9 @@ def test_other_memory_is_never_taken_for_our_layout(device):
 
 REFUSED = {
     "ambiguous_scale": (lambda t: t("fp8_e4m3", (40, 72)), {}, ValueError, r"may be fp8_e4m3, fp8_block_128x128; pass"),
+    "no_global_scale": (lambda t: t("nvfp4", (40, 72))._replace(global_scale=None), {}, ValueError, "are of no format"),
     "ambiguous_fp6": (lambda t: t("mxfp6_e2m3", (40, 72)), {}, ValueError, r"may be mxfp6_e2m3, mxfp6_e3m2; pass form"),
-    "no_format": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.ones(3, 3)), {}, ValueError, "no format; pass"),
+    "no_format": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.ones(3, 3)), {}, ValueError, "of no format"),
     "other_codes": (lambda t: t("mxfp8", (40, 72)), {"format": "mxfp8_e5m2"}, TypeError, "codes of mxfp8_e5m2 are"),
     "other_scales": (lambda t: t("mxfp8", (40, 72)), {"format": "fp8_e4m3"}, TypeError, "scales of fp8_e4m3 are torch"),
     "no_tensor": (lambda t: (np.zeros((4, 4)), None, None), {}, TypeError, "codes is ndarray, not a torch.Tensor"),
