@@ -102,7 +102,8 @@ def from_jax(
     """JAX arrays as a part, or a JaxPair as a HybridArray, over the same memory: the inverse of to_jax.
 
     parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8
-    format   default the one whose types and shapes these are (bytes, of MXFP4 and FP6, do not tell); of a pair one or two
+    format   default the one whose types and shapes these are, which bytes (MXFP4, FP6) do not tell; of a pair one or
+             two
     shape    (outer, k), default that of codes, k even for FP4; of a pair X's
     dtype    nominal dtype of a pair; default float32
     returns  QuantizedArray, of a pair HybridArray. Its memory is JAX's: read-only on the CPU, and on a GPU not to be

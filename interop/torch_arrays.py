@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch  # noqa: TID253  this module names torch
@@ -13,10 +13,14 @@ import torch  # noqa: TID253  this module names torch
 from hqarray.arrays import HybridArray, QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import BFLOAT16, FORMATS, Format, Storage, as_format
+from hqarray.grouped import GroupedArray
 from hqarray.grouped_parts import GroupedPart
 from hqarray.layout import Array, PartLayout, part_layout
 
 from .fitting import fitting
+
+if TYPE_CHECKING:
+    from .torch_groups import TorchGroup
 
 NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16,
@@ -49,6 +53,14 @@ class TorchPair(NamedTuple):
 
 
 # --- memory -------------------------------------------------------------------------------------
+
+
+@cache
+def _groups() -> Any:
+    """It reads this module."""
+    from hqarray.interop import torch_groups
+
+    return torch_groups
 
 
 @cache
@@ -193,8 +205,10 @@ def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_V
     return layout, (codes, scales, whole)
 
 
-def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
-    """A part as tensors of torch's types, or a HybridArray as a pair of these, sharing memory.
+def to_torch(array: QuantizedArray | HybridArray | GroupedArray) -> TorchPart | TorchPair | TorchGroup:
+    """A part as tensors of torch's types, a HybridArray as a pair of these, a GroupedArray as a TorchGroup.
+
+    They share memory.
 
     On CUDA torch's current stream waits for what CuPy's current stream has been given. The memory is freed with the
     last tensor or array that holds it, in the order of the stream that it was allocated for.
@@ -202,8 +216,10 @@ def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
     """
     if isinstance(array, QuantizedArray):
         return _tensors(array)
+    if isinstance(array, GroupedArray):
+        return _groups().group_to_torch(array)  # type: ignore[no-any-return]
     if not isinstance(array, HybridArray):
-        raise TypeError(f"to_torch takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
+        raise TypeError(f"to_torch takes a part, HybridArray or GroupedArray, not {type(array).__name__}")
     return TorchPair(*(None if part is None else _tensors(part) for part in (array.rowwise, array.columnwise)))
 
 
@@ -241,26 +257,26 @@ def _typed(array: Array, dtype: Any) -> Any:
 
 
 def from_torch(
-    parts: TorchPart | TorchPair | tuple[Any, ...],
+    parts: TorchPart | TorchPair | TorchGroup | tuple[Any, ...],
     *,
     format: Format | str | tuple[Format | str | None, Format | str | None] | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: Any = None,
-) -> QuantizedArray | HybridArray:
-    """Tensors as a part, or a TorchPair as a HybridArray, sharing memory: the inverse of to_torch.
+) -> QuantizedArray | HybridArray | GroupedArray:
+    """Tensors as a part, a TorchPair as a HybridArray, a TorchGroup as a GroupedArray: the inverse of to_torch.
 
     parts    TorchPart, or (codes, scales, global_scale) as it has them; codes may also be uint8
-    format   default the one whose types and shapes these are; of a pair one or two
-    shape    (outer, k), default that of codes, k even for FP4; of a pair X's
-    dtype    nominal dtype of a pair, torch's or NumPy's; default float32
-    returns  QuantizedArray, of a pair HybridArray; not in the library's own layout, which a GEMM copies it to, unless
-             the tensors are what to_torch gave
+    format   default the one whose types and shapes these are; of a pair or group one or two
+    shape    (outer, k), default that of codes, k even for FP4; of a pair X's, of a group of 3-D codes (groups, m, k)
+    dtype    nominal dtype of a pair or group, torch's or NumPy's; default float32
+    returns  QuantizedArray, HybridArray or GroupedArray, sharing memory. Unless the tensors are what to_torch gave, a
+             group is a copy, and a part not in the library's own layout, which a GEMM copies it to
 
     On CUDA CuPy's current stream waits for what torch's current stream has been given.
     Raises ValueError where no format or more than one fits, TypeError for what is no tensor.
     """
+    formats = format if isinstance(format, tuple) else (format, format)
     if isinstance(parts, TorchPair):
-        formats = format if isinstance(format, tuple) else (format, format)
         matrix = None if shape is None else (int(np.prod(shape[:-1])), shape[-1])
         shapes = (matrix, None if matrix is None else matrix[::-1])
         rows, columns = (
@@ -269,9 +285,11 @@ def from_torch(
         )
         nominal = np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
         return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
+    if not isinstance(parts, TorchPart) and isinstance(parts, _groups().TorchGroup):
+        return _groups().group_from_torch(parts, formats, shape, dtype)  # type: ignore[no-any-return]
     if isinstance(format, tuple) or dtype is not None:
-        raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair")
-    return _part_of(TorchPart(*parts), format, shape)
+        raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair or TorchGroup")
+    return _part_of(parts if isinstance(parts, TorchPart) else TorchPart(*parts), format, shape)
 
 
 def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> QuantizedArray:

@@ -216,7 +216,7 @@ def test_what_cannot_be_taken_is_refused(case):
 
 
 def test_what_is_no_part_is_refused():
-    with pytest.raises(TypeError, match=r"takes a part or a HybridArray, not Tensor"):
+    with pytest.raises(TypeError, match=r"takes a part, HybridArray or GroupedArray, not Tensor"):
         hqt.to_torch(torch.zeros(3))
     with pytest.raises(TypeError, match=r"dtype torch.complex64, which is not read"):
         as_array(torch.zeros(3, dtype=torch.complex64))
