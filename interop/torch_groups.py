@@ -55,7 +55,7 @@ def _views(format: Format, layout: GroupedLayout, size: int | None, capacity: in
         codes = _View(codes_type, 0, (groups, shape[0], columns), (shape[0] * pitch, pitch, 1))
     scales = whole = None
     if storage.scale != "none":
-        start, count = layout.scales_offset // scale_size, layout.scales.nbytes // scale_size
+        start, count = layout.scales_offset // scale_size, layout.scales_nbytes // scale_size
         if shape is None:
             scales = _View(scales_type, start, (count,), (1,))
         elif layout.scales is None:

@@ -144,7 +144,7 @@ REFUSED = {
         ValueError, "nvfp4 needs global_scale"),
     "sizes": (lambda g: hqt.from_torch(hqt.to_torch(g)._replace(rows=[1], columns=[2]), format="mxfp8"), TypeError,
               "rows are Sizes as to_torch gives them, not list"),
-    "one_axis": (lambda g: hqt.from_torch(hqt.to_torch(g)._replace(rows=None)), ValueError, "both rows and"),
+    "one_axis": (lambda g: hqt.from_torch(hqt.to_torch(g)._replace(rows=None)), ValueError, "both rows"),
     "empty": (lambda g: hqt.from_torch(hqt.TorchGroup()), ValueError, "a part at least"),
     "2-D": (lambda g: hqt.from_torch(hqt.TorchGroup(hqt.to_torch(g[0].rowwise))), ValueError, r"\(num_groups, outer, k"),
 }
