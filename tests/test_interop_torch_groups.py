@@ -146,7 +146,7 @@ REFUSED = {
               "rows are Sizes as to_torch gives them, not list"),
     "one_axis": (lambda g: hqt.from_torch(hqt.to_torch(g)._replace(rows=None)), ValueError, "both rows"),
     "empty": (lambda g: hqt.from_torch(hqt.TorchGroup()), ValueError, "a part at least"),
-    "2-D": (lambda g: hqt.from_torch(hqt.TorchGroup(hqt.to_torch(g[0].rowwise))), ValueError, r"\(num_groups, outer, k"),
+    "2-D": (lambda g: hqt.from_torch(hqt.TorchGroup(hqt.to_torch(g[0].rowwise))), ValueError, r"\(num_groups, outer"),
 }
 
 
