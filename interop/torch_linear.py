@@ -22,6 +22,8 @@ from hqarray.recipes import Recipe, as_recipe
 
 from .torch_arrays import NUMPY_DTYPES, TORCH_DTYPES, as_array, emptied, filled, on_torch
 
+FORWARD = "hqarray's linear layers have no forward-mode derivative; use torch.autograd.grad or .backward()"
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -37,10 +39,11 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
     Gradients pass the quantizers straight through: dx = dy @ w, dw = dy.T @ x of quantized dy, w and x, as
     hqarray.linear_backward has them, in the dtypes of x and w; a direction is quantized only where it is read. Under
     autocast x, w and bias are taken in its dtype. torch.compile breaks its graph here, and runs this as it is.
-    Differentiating twice raises NotImplementedError.
+    Differentiating twice, or inside torch.func's transforms (vmap, grad ...), raises NotImplementedError.
     """
     if torch.compiler.is_compiling():
         return _eager_linear(x, w, recipe, bias)
+    _expect_no_transform()
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[1]:
@@ -65,6 +68,7 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bi
     """
     if torch.compiler.is_compiling():
         return _eager_grouped_linear(x, w, sizes, recipe, bias)
+    _expect_no_transform()
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
@@ -83,6 +87,15 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bi
 # What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
 _eager_linear = torch._disable_dynamo(linear)
 _eager_grouped_linear = torch._disable_dynamo(grouped_linear)
+
+
+def _expect_no_transform() -> None:
+    """Kernels read memory, and torch.func's tensors have none."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "hqarray's linear layers do not run inside torch.func's transforms (vmap, grad, vjp, jvp, jacrev); use "
+            "torch.autograd.grad or .backward(), and a batch axis of x or grouped_linear in place of vmap"
+        )
 
 
 def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
@@ -152,6 +165,10 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dy: Any) -> Any:
         return (*_backward(_linear_gradients, ctx, dy), None, None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD)
+
 
 def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -203,6 +220,10 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD)
 
 
 def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
@@ -270,6 +291,11 @@ def _of_type(gradient: Any, dtype: Any) -> Any:
 
 def _backward(gradients: Any, ctx: Any, dy: Any) -> Any:
     """The gradients; where they would be differentiated again (create_graph), ones that refuse it."""
+    if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise NotImplementedError(
+            "hqarray's linear layers take one gradient of the output at a time: leave out is_grads_batched=True (of "
+            "torch.autograd.functional.jacobian vectorize=True)"
+        )
     if not torch.is_grad_enabled():
         return gradients(ctx, dy)
     return _Once.apply(dy, torch.empty(0, requires_grad=True), gradients, ctx)

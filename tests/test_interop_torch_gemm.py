@@ -372,7 +372,7 @@ GROUPS_NOT_TAKEN = {
     "function": (lambda g, w: (g, w.T), {"function": "mm"}, ValueError, "function='mm' is not '_scaled_grouped_mm' or"),
     "n": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], n=40)[1].T), {}, ValueError, "multiple of 16, not 40"),
     "k": (lambda g, w: pair_of("mxfp8", k=48), {}, ValueError, "k of a multiple of 32, not 48"),
-    "hybrid": (lambda g, w: (g[0], w.T), {}, TypeError, "a is HybridArray; scaled_grouped_mm_arguments takes GroupedArr"),
+    "hybrid": (lambda g, w: (g[0], w.T), {}, TypeError, "a is HybridArray; scaled_grouped_mm_argumen"),
     "fit": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], k=64)[1].T), {}, ValueError, "do not fit"),
 }
 
