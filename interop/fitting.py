@@ -33,6 +33,15 @@ def fitting(
     raise ValueError(f"codes {described} may be {', '.join(format.name for format in found)}; pass format=")
 
 
+def expect_shape(shape: tuple[int, ...], codes: tuple[int, ...]) -> None:
+    """Raise where a shape is none that codes (outer, columns) may have, two FP4 codes to a column at most."""
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise ValueError(f"the shape of a part is (outer, k), not {shape}")
+    if shape[0] != codes[0] or not codes[1] <= shape[1] <= 2 * codes[1]:
+        raise ValueError(f"codes of a part {tuple(shape)} have shape {tuple(shape)}, or half the columns in FP4; these "
+                         f"have {tuple(codes)}")
+
+
 @lru_cache(maxsize=4096)
 def _found(
     kinds: tuple[str, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool,
@@ -61,4 +70,4 @@ def _fits(storage: Storage, sizes: tuple[tuple[int, ...], ...], shape: tuple[int
     return sizes[1] == storage.num_scales(matrix)  # type: ignore[arg-type]
 
 
-__all__ = ["fitting"]
+__all__ = ["expect_shape", "fitting"]

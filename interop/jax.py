@@ -27,15 +27,19 @@ from hqarray import dlpack, ops
 from hqarray.arrays import FLOAT32, HybridArray, QuantizedArray
 from hqarray.dlpack import Typed
 from hqarray.formats import FORMATS, Format, as_format
+from hqarray.grouped import GroupedArray
 from hqarray.layout import Array, namespace
 
-from .fitting import fitting
+from .fitting import expect_shape, fitting
 
 _TYPED = frozenset(
     element.dtype_name for element in (format.storage.element for format in FORMATS.values())
     if element.dtype_name in (*dlpack.TYPES, element.dtype.name)
 )
 """Elements that JAX has a type for which DLPack carries."""
+
+FP4 = "float4_e2m1fn"
+"""JAX has the type, one element to an array's element, and DLPack does not carry it."""
 
 # --- parts --------------------------------------------------------------------------------------
 
@@ -72,7 +76,10 @@ def to_jax(array: QuantizedArray | HybridArray) -> JaxPart | JaxPair:
         rows, columns = (None if part is None else _part_as_jax(part) for part in (array.rowwise, array.columnwise))
         return JaxPair(rows, columns)
     if not isinstance(array, QuantizedArray):
-        raise TypeError(f"to_jax takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
+        raise TypeError(
+            f"to_jax takes a part or a HybridArray, not {type(array).__name__}"
+            f"{'; [to_jax(member) for member in g] gives a pair for each' if isinstance(array, GroupedArray) else ''}"
+        )
     return _part_as_jax(array)
 
 
@@ -101,7 +108,8 @@ def from_jax(
 ) -> QuantizedArray | HybridArray:
     """JAX arrays as a part, or a JaxPair as a HybridArray, over the same memory: the inverse of to_jax.
 
-    parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8
+    parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8, codes of FP4
+             also float4_e2m1fn (outer, k), which are copied
     format   default the one whose types and shapes these are, which bytes (MXFP4, FP6) do not tell; of a pair one or
              two
     shape    (outer, k), default that of codes, k even for FP4; of a pair X's
@@ -114,6 +122,8 @@ def from_jax(
     """
     if isinstance(parts, JaxPair):
         formats = format if isinstance(format, tuple) else (format, format)
+        if len(formats) != 2:
+            raise ValueError(f"format= is one, or (rowwise, columnwise), not {len(formats)}: {formats}")
         matrix = None if shape is None else (prod(shape[:-1]), shape[-1])
         shapes = (matrix, None if matrix is None else matrix[::-1])
         rows, columns = (
@@ -124,6 +134,9 @@ def from_jax(
         return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
     if isinstance(format, tuple) or dtype is not None:
         raise TypeError("a pair of formats and a nominal dtype are those of a JaxPair")
+    if not isinstance(parts, (tuple, list)) or len(parts) not in (1, 2, 3):
+        raise TypeError(f"from_jax takes a JaxPart, (codes, scales, global_scale) or a JaxPair, not "
+                        f"{type(parts).__name__}; hqarray.quantize takes an array of values")
     return _part_of(JaxPart(*parts), format, shape)
 
 
@@ -131,9 +144,19 @@ def _part_of(part: JaxPart, format: Format | str | None, shape: tuple[int, ...] 
     for name, array in zip(part._fields, part, strict=True):
         if not isinstance(array, jax.Array) and (array is not None or name == "codes"):
             raise TypeError(f"{name} is {type(array).__name__}, not a jax.Array; jnp.asarray(...) makes one")
+        if isinstance(array, jax.core.Tracer):
+            raise TypeError(f"{name} is traced and has no memory: call from_jax outside jit, grad and vmap")
     if part.codes.ndim != 2:
         raise ValueError(f"codes are (outer, k), these are {part.codes.shape}; use .reshape(-1, k)")
-    format = _fitting(part, shape) if format is None else as_format(format)
+    typed, k = _TYPED, None
+    if part.codes.dtype.name == FP4:
+        k, typed = part.codes.shape[1], _TYPED | {FP4}
+        part = part._replace(codes=_packed(part.codes))
+    if shape is not None:
+        expect_shape(shape, part.codes.shape)
+    format = _fitting(part, shape, typed) if format is None else as_format(format)
+    if shape is None and k is not None:
+        shape = part.codes.shape[0], k
     if shape is None:
         outer, columns = part.codes.shape
         shape = outer, columns * 2 if format.storage.element.stored_bits == 4 else columns
@@ -142,11 +165,20 @@ def _part_of(part: JaxPart, format: Format | str | None, shape: tuple[int, ...] 
     )
 
 
-def _fitting(part: JaxPart, shape: tuple[int, ...] | None) -> Format:
+def _packed(codes: Any) -> Any:
+    """FP4 values (outer, k) as bytes (outer, ceil(k / 2)), the low nibble first."""
+    outer, k = codes.shape
+    even = jnp.pad(codes, ((0, 0), (0, k % 2)))
+    return jax.lax.bitcast_convert_type(even.reshape(outer, (k + 1) // 2, 2), jnp.uint8)
+
+
+def _fitting(part: JaxPart, shape: tuple[int, ...] | None, typed: frozenset[str]) -> Format:
     arrays = [part.codes] if part.scales is None else [part.codes, part.scales]
-    kinds, sizes = tuple(array.dtype.name for array in arrays), tuple(array.shape for array in arrays)
+    kinds, sizes = [array.dtype.name for array in arrays], tuple(array.shape for array in arrays)
+    if FP4 in typed:
+        kinds[0] = FP4
     whole = None if shape is None else tuple(shape)
-    return fitting(kinds, sizes, part.global_scale is not None, shape=whole, typed=_TYPED)
+    return fitting(tuple(kinds), sizes, part.global_scale is not None, shape=whole, typed=typed)
 
 
 # --- inside functions ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hqarray.grouped import GroupedArray
 from hqarray.grouped_parts import GroupedPart
 from hqarray.layout import Array, PartLayout, part_layout
 
-from .fitting import fitting
+from .fitting import expect_shape, fitting
 
 if TYPE_CHECKING:
     from .torch_groups import TorchGroup
@@ -91,10 +91,12 @@ def as_array(tensor: Any, what: str = "the tensor") -> Array:
 
 
 def as_tensor(array: Array) -> Any:
-    """A NumPy or CuPy array as a tensor over the same memory. Orders no streams."""
+    """A NumPy or CuPy array as a tensor over the same memory; of read-only memory a copy. Orders no streams."""
     dtype = TORCH_DTYPES[array.dtype]
     if not isinstance(array, np.ndarray):
         return _cuda().as_tensor(array.data, dtype, array.shape, tuple(n // dtype.itemsize for n in array.strides))
+    if not array.flags.writeable:
+        array = array.copy()
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
     return torch.from_numpy(array)
@@ -212,7 +214,7 @@ def to_torch(array: QuantizedArray | HybridArray | GroupedArray) -> TorchPart | 
 
     On CUDA torch's current stream waits for what CuPy's current stream has been given. The memory is freed with the
     last tensor or array that holds it, in the order of the stream that it was allocated for.
-    Scales that lie in tiles, which are no strided view, are a copy.
+    Read-only memory (a mapped file, a JAX array) is copied, since torch's tensors can always be written.
     """
     if isinstance(array, QuantizedArray):
         return _tensors(array)
@@ -275,7 +277,7 @@ def from_torch(
     On CUDA CuPy's current stream waits for what torch's current stream has been given.
     Raises ValueError where no format or more than one fits, TypeError for what is no tensor.
     """
-    formats = format if isinstance(format, tuple) else (format, format)
+    formats = formats_of(format)
     if isinstance(parts, TorchPair):
         matrix = None if shape is None else (int(np.prod(shape[:-1])), shape[-1])
         shapes = (matrix, None if matrix is None else matrix[::-1])
@@ -283,13 +285,33 @@ def from_torch(
             None if part is None else _part_of(part, wanted, size)
             for part, wanted, size in zip(parts, formats, shapes, strict=True)
         )
-        nominal = np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
-        return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
+        return HybridArray(rows, columns, shape, nominal_of(dtype))  # type: ignore[arg-type]
     if not isinstance(parts, TorchPart) and isinstance(parts, _groups().TorchGroup):
         return _groups().group_from_torch(parts, formats, shape, dtype)  # type: ignore[no-any-return]
     if isinstance(format, tuple) or dtype is not None:
         raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair or TorchGroup")
-    return _part_of(parts if isinstance(parts, TorchPart) else TorchPart(*parts), format, shape)
+    if not isinstance(parts, TorchPart):
+        if not isinstance(parts, (tuple, list)) or len(parts) not in (1, 2, 3):
+            raise TypeError(f"from_torch takes a TorchPart, (codes, scales, global_scale), a TorchPair or TorchGroup, "
+                            f"not {type(parts).__name__}; hqarray.quantize takes a tensor of values")
+        parts = TorchPart(*parts)
+    return _part_of(parts, format, shape)
+
+
+def formats_of(format: Any) -> tuple[Any, Any]:
+    """The formats of rowwise and columnwise. Raises ValueError for another number of them."""
+    if not isinstance(format, tuple):
+        return format, format
+    if len(format) != 2:
+        raise ValueError(f"format= is one, or (rowwise, columnwise), not {len(format)}: {format}")
+    return format
+
+
+def nominal_of(dtype: Any) -> Any:
+    """A nominal dtype, torch's or NumPy's, as NumPy's; default float32."""
+    if isinstance(dtype, torch.dtype) and dtype not in NUMPY_DTYPES:
+        raise TypeError(f"the nominal dtype is float32, float16 or bfloat16, not {dtype}")
+    return np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
 
 
 def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> QuantizedArray:
@@ -297,6 +319,8 @@ def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> Qua
     _check_tensors(part)
     if codes.ndim != 2:
         raise ValueError(f"codes are (outer, k), these are {tuple(codes.shape)}; use .flatten(0, -2)")
+    if shape is not None:
+        expect_shape(shape, codes.shape)
     format = _fitting(part, shape) if format is None else as_format(format)
     storage, codes_type, scales_type = _storage(format)
     if codes.dtype not in (codes_type, torch.uint8):

@@ -15,7 +15,7 @@ from hqarray.grouped_parts import GroupedPart, layout_of
 from hqarray.groups import GroupedLayout, Sizes
 from hqarray.layout import part_layout, scale_layout
 
-from .torch_arrays import NUMPY_DTYPES, TorchPart, _check_tensors, _cuda, _fitting, _types, _View, as_tensor
+from .torch_arrays import TorchPart, _check_tensors, _cuda, _fitting, _types, _View, as_tensor, nominal_of
 
 
 class TorchGroup(NamedTuple):
@@ -114,8 +114,7 @@ def group_from_torch(
         parts["rowwise"] = _part_of(TorchPart(*group.rowwise), formats[0], rows, columns)
     if group.columnwise is not None:
         parts["columnwise"] = _part_of(TorchPart(*group.columnwise), formats[1], columns, rows)
-    nominal = np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
-    return GroupedArray(parts.get("rowwise"), parts.get("columnwise"), rows, columns, nominal)
+    return GroupedArray(parts.get("rowwise"), parts.get("columnwise"), rows, columns, nominal_of(dtype))
 
 
 def _sizes(group: TorchGroup, formats: tuple[Any, Any], shape: tuple[int, ...] | None) -> tuple[Sizes, Sizes]:

@@ -6,7 +6,7 @@ bytes) is saved with save_for_backward, so that hooks, checkpointing and the rel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch  # noqa: TID253  this module names torch
@@ -108,6 +108,8 @@ def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
             raise TypeError(f"{name} has dtype {tensor.dtype}; float32, float16, bfloat16 and float64 are read")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; move one with .to(...)")
+    if x.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"x is on {x.device}; hqarray computes on the CPU and on CUDA devices")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         given = {name: tensor.to(dtype) for name, tensor in given.items()}
@@ -117,6 +119,8 @@ def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
 def _sizes(sizes: Any, x: Any) -> tuple[Any, tuple[int, ...]]:
     """Sizes as (tensor on a GPU, ()) or (None, integers)."""
     if not isinstance(sizes, torch.Tensor):
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes are integers, one for each group, not {sizes!r}")
         return None, tuple(sizes)
     if sizes.is_floating_point() or sizes.ndim != 1:
         raise TypeError(f"sizes are integers, one for each group, not {sizes.dtype} of shape {tuple(sizes.shape)}")

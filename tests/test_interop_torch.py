@@ -124,6 +124,23 @@ def test_a_part_of_somebody_elses_buffers_is_given_in_place(device):
     assert_same_part(hqt.from_torch(tensors), part)
 
 
+def test_read_only_memory_is_copied(device):
+    """Torch cannot be told not to write into it."""
+    if device != "cpu":
+        pytest.skip("CuPy has no read-only memory")
+    part = quantized(device, rowwise="nvfp4").rowwise
+    part.buffers.memory.setflags(write=False)
+    codes = hqt.to_torch(part).codes
+    before = part.codes.copy()
+    codes.view(torch.uint8).zero_()
+    testing.assert_bitwise_equal(part.codes, before)
+    frozen = np.zeros((6, 64), np.uint8)
+    frozen.setflags(write=False)
+    foreign = hq.QuantizedArray.from_buffers(frozen, np.ones((6, 2), np.uint8), "mxfp8", (6, 64))
+    hqt.to_torch(foreign).codes.view(torch.uint8).fill_(1)
+    assert not frozen.any()
+
+
 def test_a_missing_part_is_none_in_the_pair(device):
     pair = hqt.to_torch(quantized(device, columnwise="mxfp8"))
     assert pair.rowwise is None
@@ -204,6 +221,12 @@ REFUSED = {
     "3-D": (lambda t: (torch.zeros(2, 3, 4), None, None), {}, ValueError, r"codes are \(outer, k\), these are \(2, 3"),
     "shape": (lambda t: t("mxfp8", (40, 72)), {"format": "mxfp8", "shape": (40, 71)}, ValueError, "have shape"),
     "device": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.zeros(2, device="meta")), {}, ValueError, "on met"),
+    "tensor": (lambda t: torch.zeros(4, 4), {}, TypeError, "or TorchGroup, not Tensor; hqarray.quantize takes a tens"),
+    "four": (lambda t: (None,) * 4, {}, TypeError, "from_torch takes a TorchPart"),
+    "three_formats": (lambda t: hqt.TorchPair(t("mxfp8", (40, 72))), {"format": ("mxfp8",) * 3}, ValueError, "not 3: "),
+    "nominal": (lambda t: hqt.TorchPair(t("mxfp8", (40, 72))), {"dtype": torch.float8_e5m2}, TypeError, "not torch.fl"),
+    "3-D_shape": (lambda t: t("mxfp8", (40, 72)), {"shape": (2, 20, 72)}, ValueError, r"\(outer, k\), not \(2, 20, 72"),
+    "other_shape": (lambda t: t("mxfp8", (40, 72)), {"shape": (20, 72)}, ValueError, "or half the columns in FP4; th"),
     "pair_format": (lambda t: t("mxfp8", (40, 72)), {"format": ("mxfp8", None)}, TypeError, "are those of a TorchPair"),
 }
 

@@ -165,6 +165,7 @@ BAD = {
     "too_many": (lambda x, w: (x, w, [1, 2, 3, 45], "fp8"), ValueError, "end at row 51, the values have 50"),
     "negative": (lambda x, w: (x, w, [1, -2, 3, 4], "fp8"), ValueError, "group 1 would have -2 rows"),
     "floats": (lambda x, w: (x, w, torch.ones(4), "fp8"), TypeError, "sizes are integers, one for each group, not tor"),
+    "one_number": (lambda x, w: (x, w, 50, "fp8"), TypeError, "sizes are integers, one for each group, not 50"),
     "bias": (lambda x, w: (x, w, [50, 0, 0, 0], "fp8", x[0]), ValueError, r"bias must have shape \(4, 48\), it has \("),
     "2-D": (lambda x, w: (x, w[0], [50], "fp8"), ValueError, r"needs x \(T, k\) and w \(num_groups, n, k\)"),
 }

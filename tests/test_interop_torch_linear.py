@@ -192,6 +192,12 @@ def test_a_second_derivative_is_refused(device):
             dx.square().sum().backward()
 
 
+def test_another_kind_of_device_is_refused():
+    x = torch.zeros(4, 32, device="meta")
+    with pytest.raises(TypeError, match="x is on meta; hqarray computes on the CPU and on CUDA devices"):
+        hqt.linear(x, x, "mxfp8")
+
+
 TRANSFORMS = {
     "grad": lambda f, w: torch.func.grad(lambda w: f(w).sum())(w),
     "vmap": lambda f, w: torch.vmap(f)(torch.stack([w, w])),
@@ -207,6 +213,7 @@ def forward_mode(f, w):
         return f(torch.autograd.forward_ad.make_dual(w, w))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # by torch's own forward mode
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_that_need_rules_of_their_own_are_refused_by_name(transform, grouped, device):
@@ -347,7 +354,7 @@ def test_a_module_says_its_formats_where_its_recipe_has_no_name():
     recipe = hq.Recipe("mxfp8", ("mxfp8", "nvfp4"), "nvfp4")
     assert "recipe=(mxfp8, mxfp8/nvfp4, nvfp4)" in repr(hqt.Linear(4, 4, recipe=recipe))
     assert repr(hqt.GroupedLinear(2, 4, 8, recipe="fp8")) == (
-        "GroupedLinear(num_groups=2, in_features=4, out_features=8, recipe=fp8)"
+        "GroupedLinear(num_groups=2, in_features=4, out_features=8, bias=False, recipe=fp8)"
     )
 
 
