@@ -85,9 +85,14 @@ def _raw_kernel(source: loader.Source, shared_bytes: int, device: int) -> Any:
     return raw
 
 
-def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
+def kernel_of(launch: traits.Launch, grid: tuple[int, int, int], device: int) -> Kernel:
+    """A kernel on a device, compiled for it where it was not before, and how it is launched."""
     raw = _raw_kernel(launch.source, launch.shared_bytes, device)
-    return Kernel(raw, (raw.kernel.ptr, *geometry.grid(launch.tile, m, k), geometry.THREADS, 1, 1, launch.shared_bytes))
+    return Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
+
+
+def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
+    return kernel_of(launch, geometry.grid(launch.tile, m, k), device)
 
 
 def stream_of(device: int) -> int:
