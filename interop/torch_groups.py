@@ -15,6 +15,7 @@ from hqarray.grouped_parts import GroupedPart, layout_of
 from hqarray.groups import GroupedLayout, Sizes
 from hqarray.layout import part_layout, scale_layout
 
+from .fitting import expect_shape
 from .torch_arrays import TorchPart, _check_tensors, _cuda, _fitting, _types, _View, as_tensor, nominal_of
 
 
@@ -111,9 +112,9 @@ def group_from_torch(
     rows, columns = _sizes(group, formats, shape)
     parts: dict[Direction, GroupedPart] = {}
     if group.rowwise is not None:
-        parts["rowwise"] = _part_of(TorchPart(*group.rowwise), formats[0], rows, columns)
+        parts["rowwise"] = _part_of(group.rowwise, formats[0], rows, columns)
     if group.columnwise is not None:
-        parts["columnwise"] = _part_of(TorchPart(*group.columnwise), formats[1], columns, rows)
+        parts["columnwise"] = _part_of(group.columnwise, formats[1], columns, rows)
     return GroupedArray(parts.get("rowwise"), parts.get("columnwise"), rows, columns, nominal_of(dtype))
 
 
@@ -128,20 +129,30 @@ def _sizes(group: TorchGroup, formats: tuple[Any, Any], shape: tuple[int, ...] |
                                 f"hqarray.grouped_quantize makes groups of values and sizes")
         return group.rows, group.columns
     given = group.columnwise if group.rowwise is None else group.rowwise
-    part = TorchPart(*given)  # type: ignore[misc]
-    _check_tensors(part)
+    part = _checked(given)  # type: ignore[arg-type]
     if part.codes.ndim != 3:
         raise ValueError(f"codes of members of one shape are (num_groups, outer, k), these are "
                          f"{tuple(part.codes.shape)}; sizes that differ need rows and columns, as to_torch gives them")
-    groups, outer, k = part.codes.shape
-    format = formats[0] if group.rowwise is not None else formats[1]
-    format = _fitting(_first(part), None if shape is None else (outer, k)) if format is None else as_format(format)
-    k *= 2 if format.storage.element.stored_bits == 4 else 1
+    groups, outer, columns = part.codes.shape
+    turned = group.rowwise is None
     if shape is None:
-        shape = (groups, outer, k) if group.rowwise is not None else (groups, k, outer)
+        format = _fitting(_first(part), None) if formats[turned] is None else as_format(formats[turned])
+        k = columns * 2 if format.storage.element.stored_bits == 4 else columns
+        shape = (groups, k, outer) if turned else (groups, outer, k)
     if len(shape) != 3:
         raise ValueError(f"shape of a group is (num_groups, rows, columns), not {tuple(shape)}")
+    expect_shape(shape[:0:-1] if turned else shape[1:], (outer, columns))
     return Sizes.uniform(shape[0], shape[1]), Sizes.uniform(shape[0], shape[2])
+
+
+def _checked(given: TorchPart | tuple[Any, ...]) -> TorchPart:
+    """The tensors; one scale for each member of one shape may also be (num_groups,)."""
+    part = TorchPart(*given)
+    _check_tensors(part)
+    scales = part.scales
+    if part.codes.ndim != 3 or scales is None or scales.ndim == 3 or scales.numel() != part.codes.shape[0]:
+        return part
+    return part._replace(scales=scales.reshape(-1, 1, 1))
 
 
 def _first(part: TorchPart) -> TorchPart:
@@ -151,7 +162,7 @@ def _first(part: TorchPart) -> TorchPart:
 
 
 def _part_of(part: TorchPart, given: Any, outer: Sizes, k: Sizes) -> GroupedPart:
-    _check_tensors(part)
+    part = _checked(part)
     if k.each is None:
         ragged, each, sizes = "k", outer.each, k
     else:

@@ -101,6 +101,28 @@ def test_codes_of_experts_that_torch_holds_are_taken(name, device):
     testing.assert_bitwise_equal(host(gx @ back.T), host(gx @ group.drop(columnwise=True).T))
 
 
+def test_one_scale_for_each_expert_may_be_flat(device):
+    group = stacked("fp8_e5m2", device).drop(columnwise=True)
+    codes, scales, _ = hqt.to_torch(group).rowwise
+    for given in (scales.flatten(), scales.flatten(1), scales):
+        back = hqt.from_torch(hqt.TorchGroup(hqt.TorchPart(codes, given)), format="fp8_e5m2")
+        assert_same_members(back, group)
+        assert back.rowwise.codes.shape == group.rowwise.codes.shape
+    assert hqt.from_torch(hqt.TorchGroup((codes, scales.flatten()))).rowwise.format.name == "fp8_e5m2"
+
+
+@pytest.mark.parametrize("told", [None, "nvfp4"])
+def test_the_shape_of_a_group_says_whether_k_is_odd(told, device):
+    x = numpy_or_cupy(device).asarray(testing.matrix("wide", (3 * 40, 71)).reshape(3, 40, 71))
+    for direction in ("rowwise", "columnwise"):
+        group = hq.GroupedArray.from_stacked(x if direction == "rowwise" else x.transpose(0, 2, 1).copy(),
+                                             **{direction: "nvfp4"})
+        parts = hqt.to_torch(group)._replace(rows=None, columns=None)
+        assert_same_members(hqt.from_torch(parts, format=told, shape=group.shape), group)
+        with pytest.raises(ValueError, match="or half the columns in FP4"):
+            hqt.from_torch(parts, format=told, shape=(3, 8, 71))
+
+
 def test_what_torch_writes_is_multiplied(device):
     group = stacked("mxfp8", device)
     tensors = hqt.to_torch(group.drop(columnwise=True))
