@@ -32,7 +32,7 @@ class TorchPart(NamedTuple):
 
     codes         (outer, k) of torch's type of the element; FP4 (outer, ceil(k / 2)) float4_e2m1fn_x2; FP6 uint8
     scales        of the logical shape, any strides; None where the format has none
-    global_scale  float32 (1,) where the format has one
+    global_scale  float32 (1,) where the format has one, (outer,) where it has one a row
     """
 
     codes: Any
@@ -187,7 +187,7 @@ def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_V
         start = layout.scales_offset // layout.scales_dtype.itemsize
         scales = _View(types[1], start, tuple(probe.shape), probe.stride())
     if storage.global_scale:
-        whole = _View(torch.float32, layout.global_scale_offset // 4, (1,), (1,))
+        whole = _View(torch.float32, layout.global_scale_offset // 4, (layout.num_global_scales,), (1,))
     return layout, (codes, scales, whole)
 
 
@@ -317,7 +317,8 @@ def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
     codes, scales = part.codes, part.scales
     kinds = (codes.dtype, *(() if scales is None else (scales.dtype,)))
     sizes = (tuple(codes.shape), *(() if scales is None else (tuple(scales.shape),)))
-    found = _found(kinds, sizes, part.global_scale is not None, None if shape is None else tuple(shape))
+    num_global = None if part.global_scale is None else part.global_scale.numel()
+    found = _found(kinds, sizes, num_global, None if shape is None else tuple(shape))
     if len(found) == 1:
         return found[0]
     described = " with scales ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
@@ -327,17 +328,20 @@ def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
 
 @lru_cache(maxsize=4096)
 def _found(
-    kinds: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool, shape: tuple[int, ...] | None
+    kinds: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...], num_global: int | None, shape: tuple[int, ...] | None
 ) -> tuple[Format, ...]:
     """Formats that tensors of these types and shapes may be of."""
     found: dict[Storage, Format] = {}
     for format in FORMATS.values():
         storage = format.storage
         types = _types(storage)[: 1 if storage.scale == "none" else 2]
-        if storage.pow2 or kinds != types or has_global_scale != storage.global_scale:
+        if storage.pow2 or kinds != types or (num_global is not None) != storage.global_scale:
             continue
         outer, columns = sizes[0]
         matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
+        by_row = num_global not in (None, 1)  # of one row it is the scale of the matrix
+        if by_row != storage.global_per_row or (by_row and num_global != storage.num_global_scales(matrix)):  # type: ignore[arg-type]
+            continue
         if len(sizes) > 1:
             wanted = storage.num_scales(matrix)  # type: ignore[arg-type]
             if sizes[1] != wanted and not (storage.block is None and prod(sizes[1]) == 1):
