@@ -12,19 +12,20 @@ BYTES = "uint8"
 
 
 def fitting(
-    kinds: tuple[str, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool, *,
+    kinds: tuple[str, ...], sizes: tuple[tuple[int, ...], ...], num_global: int | None, *,
     shape: tuple[int, ...] | None, typed: frozenset[str],
 ) -> Format:
     """The one format whose types and shapes a part's arrays have; of those stored alike the first in FORMATS.
 
     kinds  names of the dtypes of codes and scales, scales only where there are any
     sizes  their shapes
+    num_global  how many global scales there are; None: none are given
     shape  (outer, k) where it is known; else that of codes, k even for FP4
     typed  elements (by dtype_name) that the framework has a type for; the codes of others are uint8
 
     Bytes are never told by shapes alone. Raises ValueError where no format fits, or more than one.
     """
-    found = _found(kinds, sizes, has_global_scale, shape, typed)
+    found = _found(kinds, sizes, num_global, shape, typed)
     if len(found) == 1:
         return found[0]
     described = " with scales ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
@@ -44,7 +45,7 @@ def expect_shape(shape: tuple[int, ...], codes: tuple[int, ...]) -> None:
 
 @lru_cache(maxsize=4096)
 def _found(
-    kinds: tuple[str, ...], sizes: tuple[tuple[int, ...], ...], has_global_scale: bool,
+    kinds: tuple[str, ...], sizes: tuple[tuple[int, ...], ...], num_global: int | None,
     shape: tuple[int, ...] | None, typed: frozenset[str],
 ) -> tuple[Format, ...]:
     alike: dict[Storage, Format] = {}
@@ -53,20 +54,25 @@ def _found(
         element = storage.element.dtype_name
         types = (element if element in typed else BYTES, storage.scale_dtype_name)
         if kinds == types[: 1 if storage.scale == "none" else 2] and (
-            has_global_scale == storage.global_scale and not storage.pow2
+            (num_global is not None) == storage.global_scale and not storage.pow2
         ):
             alike.setdefault(storage, format)
     if kinds[0] == BYTES and len(alike) > 1:
         return tuple(alike.values())
-    return tuple(format for storage, format in alike.items() if _fits(storage, sizes, shape))
+    return tuple(format for storage, format in alike.items() if _fits(storage, sizes, num_global, shape))
 
 
-def _fits(storage: Storage, sizes: tuple[tuple[int, ...], ...], shape: tuple[int, ...] | None) -> bool:
+def _fits(
+    storage: Storage, sizes: tuple[tuple[int, ...], ...], num_global: int | None, shape: tuple[int, ...] | None
+) -> bool:
     """Whether scales of these sizes are those of codes of these."""
-    if len(sizes) == 1 or (storage.block is None and prod(sizes[1]) == 1):
-        return True
     outer, columns = sizes[0]
     matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
+    by_row = num_global not in (None, 1)  # of one row it is the scale of the matrix
+    if by_row != storage.global_per_row or (by_row and num_global != storage.num_global_scales(matrix)):  # type: ignore[arg-type]
+        return False
+    if len(sizes) == 1 or (storage.block is None and prod(sizes[1]) == 1):
+        return True
     return sizes[1] == storage.num_scales(matrix)  # type: ignore[arg-type]
 
 

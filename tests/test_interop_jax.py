@@ -71,10 +71,10 @@ def test_jax_reads_codes_and_scales_as_we_do(format):
     values = np.asarray(codes).astype(np.float64)
     if scales is not None:
         assert scales.dtype.name == storage.scale_dtype_name
-        rows, columns = storage.block or X.shape
+        rows, columns = np.minimum(storage.block or X.shape, X.shape)
         spread = np.asarray(scales).astype(np.float64).repeat(rows, 0).repeat(columns, 1)
         values *= spread[: X.shape[0], : X.shape[1]]
-    values *= 1 if whole is None else np.float64(whole[0])
+    values *= 1 if whole is None else np.asarray(whole).astype(np.float64).reshape(-1, 1)
     testing.assert_bitwise_equal(values.astype(np.float32), hq.HybridArray(part).dequantize())
 
 
@@ -279,7 +279,8 @@ def test_a_step_of_training_with_fake_quantized_operands_descends():
     (lambda x: hqj.fake_quantize(x, "mxfp9"), ValueError, "unknown format 'mxfp9'"),
     (lambda x: hqj.fake_quantize(x, "mxfp8", amax=1.0), ValueError, "amax= scales formats with one amax per matrix"),
     (lambda x: hqj.fake_quantize(x, "nvfp4", amax=x), ValueError, "amax is one float32 (hq.amax(x) makes it), not of"),
-    (lambda x: hqj.fake_quantize(x, hq.NVFP4(rht=True)), NotImplementedError, "NVFP4(rht=True) is a legal format"),
+    (lambda x: hqj.fake_quantize(x, hq.NVFP4(rounding="stochastic")), ValueError, "rounds at random and needs seed="),
+    (lambda x: hqj.fake_quantize(x, "nvfp4", seed=jnp.uint32(1)), TypeError, "seed is an integer here, which is fixed"),
 ])
 def test_what_cannot_be_quantized_is_refused_when_it_is_traced(call, error, message, in_jit):
     with pytest.raises(error, match=re.escape(message)):
@@ -335,3 +336,12 @@ def test_parts_and_fake_quantization_on_a_gpu(format):
     f = partial(hqj.fake_quantize, format=format)
     for call in (f, jax.jit(f)):
         testing.assert_bitwise_equal(np.asarray(call(jnp.asarray(x))), hq.fake_quantize(x, format))
+
+
+def test_random_rounding_in_jit_is_that_of_its_seed():
+    x, name = jnp.asarray(testing.matrix("gauss", (32, 48))), "nvfp4(rounding=stochastic,rht=true)"
+    compiled = jax.jit(lambda x: hqj.fake_quantize(x, name, seed=5))
+    expected = hq.fake_quantize(np.asarray(x), name, seed=5)
+    for y in (compiled(x), compiled(x), hqj.fake_quantize(x, name, seed=5)):
+        testing.assert_bitwise_equal(np.asarray(y), expected)
+    assert (np.asarray(hqj.fake_quantize(x, name, seed=6)) != expected).any()

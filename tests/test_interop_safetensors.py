@@ -36,7 +36,11 @@ def same_groups(actual: Any, expected: hq.GroupedArray) -> None:
 # --- our own files ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", hq.FORMATS)
+OPTIONS = ("nvfp4(rht=true,four_over_six=mae)", "nvfp4_row(rht=true,global_bound=256)", "mxfp4(block=32x32)")
+"""Formats that no short name stands for."""
+
+
+@pytest.mark.parametrize("format", [*hq.FORMATS, *OPTIONS])
 @pytest.mark.parametrize("shape", testing.SHAPES)
 def test_hybrid_arrays_come_back_bit_for_bit(format: str, shape: str, tmp_path: Path) -> None:
     x = testing.matrix("nans", testing.SHAPES[shape])
@@ -123,7 +127,7 @@ def test_groups_come_back_bit_for_bit_with_their_sizes(name: str, tmp_path: Path
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("format", hq.FORMATS)
+@pytest.mark.parametrize("format", [*hq.FORMATS, *OPTIONS])
 @pytest.mark.parametrize("sizes", [[130], [0, 1, 129], [17, 16, 97, 0]])
 def test_groups_of_every_format_come_back(format: str, sizes: list[int], tmp_path: Path) -> None:
     group = hq.grouped_quantize(X, sizes, rowwise=format, columnwise=format)

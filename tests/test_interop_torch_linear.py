@@ -54,6 +54,34 @@ def test_results_are_those_of_linear_forward_and_backward(recipe, lead, dtype, d
         assert_same(actual, wanted, name)
 
 
+RANDOM = hq.Recipe(
+    ("nvfp4", "nvfp4(rht=true)"), "nvfp4", ("nvfp4(rounding=stochastic)", "nvfp4(rounding=stochastic,rht=true)")
+)
+
+
+def test_a_recipe_that_rounds_at_random_draws_from_torchs_generator():
+    x, w, dy = tensors("cpu", (24, 64), (40, 64), (24, 40))
+
+    def step(seed):
+        torch.manual_seed(seed)
+        y = hqt.linear(x, w, RANDOM)
+        first = torch.autograd.grad(y, (x, w), dy.detach(), retain_graph=True)
+        for once, again in zip(first, torch.autograd.grad(y, (x, w), dy.detach()), strict=True):
+            assert_same(once, again)
+        g = hqt.grouped_linear(x, w[None], [24], RANDOM)
+        return y, *first, g, *torch.autograd.grad(g, (x, w), dy.detach())
+
+    one, same, other = step(1), step(1), step(2)
+    for a, b in zip(one, same, strict=True):
+        assert_same(a, b)
+    for number in (1, 2, 4, 5):  # forward rounds to nearest
+        assert not torch.equal(one[number], other[number])
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    hqt.linear(x, w, "nvfp4")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_bias_is_added_in_float32_and_its_gradient_is_a_sum_over_rows(device):
     x, w, b, dy = tensors(device, (3, 8, 64), (32, 64), (32,), (3, 8, 32), dtype=torch.bfloat16)
     y = hqt.linear(x, w, "mxfp8", b)
@@ -97,7 +125,7 @@ def test_only_what_a_gradient_needs_is_quantized(needs, device, monkeypatch):
     x, w, b = (t.requires_grad_(bool(n)) for t, n in zip(made, needs, strict=True))
     asked = []
 
-    def quantize(values, *, rowwise=None, columnwise=None):
+    def quantize(values, *, rowwise=None, columnwise=None, seed=None):
         asked.append((rowwise is not None, columnwise is not None))
         return hq.quantize(values, rowwise=rowwise, columnwise=columnwise)
 
