@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="convert only weights of such names, e.g. '*.mlp.*'; may be repeated")
     change.add_argument("--style", default="hqarray", metavar="|".join(convert.STYLES), choices=convert.STYLES,
                         help="tensors of the file: hqarray's own, or those of a checkpoint (default: hqarray)")
+    change.add_argument("--seed", type=int, default=0, help="of formats that round at random (default: 0)")
     change.add_argument("--force", action="store_true", help="replace OUT where there is one")
     change.set_defaults(run=_convert)
     return parser
@@ -185,7 +186,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     try:
-        target = convert.target(options.rowwise, options.columnwise, options.style, options.match)
+        target = convert.target(options.rowwise, options.columnwise, options.style, options.match, options.seed)
         convert.refuse_same(options.source, options.written)
         if not options.force and os.path.lexists(options.written):
             raise UsageError(f"{options.written}: there is a file already; --force replaces it")

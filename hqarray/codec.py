@@ -69,7 +69,7 @@ def encode_stochastic(values: Floats, element: Element, draws: npt.NDArray[np.ui
         for line in range(element.max_code >> element.mantissa_bits)
     ]
     largest = np.float32(element.max_code + 1)
-    codes = np.fmin(np.fmin.reduce(lines), largest).astype(np.uint8)  # a cast truncates
+    codes: Codes = np.fmin(np.fmin.reduce(lines), largest).astype(np.uint8)  # a cast truncates
     codes -= np.uint8(1)
     codes |= np.signbit(values).view(np.uint8) << np.uint8(element.bits - 1)
     nan = np.isnan(values)

@@ -337,8 +337,8 @@ def requantize_parts(
         if derived is not None:
             assert rows is not None and columns is not None
             first, second = (rows, columns) if derived == "columnwise" else (columns, rows)
-            turned = None if draws is None else draws.T
-            first_draws, second_draws = (draws, turned) if derived == "columnwise" else (turned, draws)
+            others = None if draws is None else draws.T
+            first_draws, second_draws = (draws, others) if derived == "columnwise" else (others, draws)
             requantize_parts(first, None, values if derived == "columnwise" else values.T, None, whole, noop,
                              first_draws)
             decoded = dequantize_part(first, FLOAT32, transposed=True)

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import ops
+from . import hadamard, ops
 from .arrays import HybridArray, QuantizedArray
+from .buffers import Separate
 from .formats import FORMATS, Format, as_format
 from .inputs import as_array
 from .layout import Array, part_layout
 from .recipes import RECIPES, ROLES
+from .reference import dequantize_part
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -98,7 +100,12 @@ class Tally:
         self.nan += int(nan.sum())
         self.zeroed += int(((x != 0) & (q == 0)).sum())
         if largest is not None:
-            self.clipped += int(((np.abs(x) > largest.astype(np.float64) * OVER) & (q != x)).sum())
+            self.add_clipped(x, q, largest)
+
+    def add_clipped(self, values: Array, decoded: Array, largest: Array) -> None:
+        """Count the elements that are beyond the largest magnitude they could decode to."""
+        over = np.abs(values.astype(np.float64)) > largest.astype(np.float64) * OVER
+        self.clipped += int((over & (decoded != values)).sum())
 
     @property
     def sqnr_db(self) -> float:
@@ -122,27 +129,57 @@ def _energy(values: npt.NDArray[np.float64]) -> float:
     return float(np.square(values).sum())
 
 
-def measure(values: Array, format: Format | str) -> FormatError:
+def measure(values: Array, format: Format | str, *, seed: int = 0) -> FormatError:
     """What one format makes of a matrix (..., k), tile by tile: the numbers of FormatError.
 
-    Peak memory is some tens of megabytes beside the input.
+    Peak memory is some tens of megabytes beside the input, and the quantized matrix where a tile alone would be
+    quantized otherwise: by formats with a scale a row, a rotation or draws (by seed).
     """
     matrix = values.reshape(-1, values.shape[-1]) if values.size else np.zeros((0, 1), np.float32)
     format = as_format(format).resolve(np.dtype(np.float32) if matrix.dtype == np.float64 else matrix.dtype)
-    amax = host(ops.amax(matrix)) if format.measures_amax else None
     tally = Tally()
     with np.errstate(all="ignore"):
-        for tile in tiles(matrix.shape):
-            x = host(matrix[tile]).astype(np.float32)
-            part = ops.quantize(x, rowwise=format, amax=amax).rowwise
-            assert part is not None
-            tally.add(x, _decode(part), _decode(_largest(part)))
+        if format.storage.rht or format.is_stochastic or format.measures_rows:
+            _tally_rows(tally, host(matrix), format, seed)
+        else:
+            amax = host(ops.amax(matrix)) if format.measures_amax else None
+            for tile in tiles(matrix.shape):
+                x = host(matrix[tile]).astype(np.float32)
+                part = ops.quantize(x, rowwise=format, amax=amax).rowwise
+                assert part is not None
+                tally.add(x, _decode(part), _decode(_largest(part)))
     count = max(tally.count, 1)
     nbytes = part_layout(format.storage, matrix.shape).nbytes if tally.count else 0
     return FormatError(
         format.name, tally.sqnr_db, tally.relative_error, tally.max_error, tally.clipped / count,
         tally.zeroed / count, tally.nan / count, nbytes / count,
     )
+
+
+def _tally_rows(tally: Tally, matrix: npt.NDArray[Any], format: Format, seed: int) -> None:
+    """Quantize a matrix as a whole, and count some rows at a time; those of rotated parts are clipped as rotated."""
+    part = ops.quantize(matrix, rowwise=format, seed=seed).rowwise
+    assert part is not None
+    outer, k = matrix.shape
+    height = max(1, TILE * TILE // max(k, 1))
+    for top in range(0, outer, height):
+        rows = rows_of(part, top, min(top + height, outer))
+        x = matrix[top : top + height].astype(np.float32)
+        tally.add(x, _decode(rows))
+        if format.storage.rht:
+            x = hadamard.rotate(x, k)
+        stored, largest = (dequantize_part(p, np.dtype(np.float32), rotated=True) for p in (rows, _largest(rows)))
+        tally.add_clipped(x, stored, largest)
+
+
+def rows_of(part: QuantizedArray, top: int, bottom: int) -> QuantizedArray:
+    """Views of some rows of a part; top is on the border of its blocks."""
+    storage, scales, whole = part.format.storage, part.scales, part.global_scale
+    if storage.block is not None:
+        scales = scales[top // storage.block[0] : -(-bottom // storage.block[0])]
+    if whole is not None and storage.global_per_row:
+        whole = whole[top:bottom]
+    return QuantizedArray(part.format, (bottom - top, part.shape[1]), Separate(part.codes[top:bottom], scales, whole))
 
 
 def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
@@ -241,14 +278,18 @@ def _named(format: Format | str) -> Format:
     return as_format(format)
 
 
-def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None) -> Comparison:
+def compare(
+    x: Any, formats: Iterable[Format | str] | Format | str | None = None, *, seed: int = 0
+) -> Comparison:
     """Compare what formats make of a matrix.
 
     x        (..., k) float array that quantize takes; blocks run along the last axis, for the other one pass x.T
     formats  names or formats; default every row of FORMATS
+    seed     of formats that round at random
     returns  Comparison, one FormatError for each format, in the order given
 
-    Works in tiles: peak memory does not grow with x. Raises TypeError for a dtype that quantize cannot read,
+    Works in tiles: peak memory does not grow with x, but by the quantized matrix of formats that need it as a whole
+    (a scale for each row, rotated values, draws). Raises TypeError for a dtype that quantize cannot read,
     ValueError for an unknown format.
     """
     x = as_array(x, "x")
@@ -257,7 +298,7 @@ def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None
     wanted = [_named(format) for format in (FORMATS if formats is None else formats)]
     if x.ndim == 0:
         raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
-    return Comparison(x.shape, x.dtype.name, tuple(measure(x, format) for format in wanted))
+    return Comparison(x.shape, x.dtype.name, tuple(measure(x, format, seed=seed) for format in wanted))
 
 
 # --- tables -------------------------------------------------------------------------------------

@@ -23,6 +23,13 @@ ROW = 1 << 62
 """Columns of a block that is a whole row, however long it is."""
 
 
+def block_name(block: Block | None) -> str:
+    """What shares one scale: "matrix", "row" or "1x128"."""
+    if block is None:
+        return "matrix"
+    return "row" if block == (1, ROW) else f"{block[0]}x{block[1]}"
+
+
 # --- scaling: how scales come from amax -----------------------------------------------------------
 
 
@@ -413,5 +420,5 @@ def _name(format: Format) -> str:
 __all__ = [
     "BFLOAT16", "ELEMENTS", "FORMATS", "FP8", "MX", "NVFP4", "ROW", "SCALES", "Block", "Element", "FP8Block", "Format",
     "HighPrecision", "PowerOfTwo", "Reciprocal", "Scale", "ScaleKind", "Scaling", "Storage", "TwoLevel", "as_format",
-    "scale_values",
+    "block_name", "scale_values",
 ]

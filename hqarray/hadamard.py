@@ -6,7 +6,8 @@ H is symmetric and H @ H = 16, so a product of two operands that are rotated alo
 unrotated ones. The order of operations is that of the fast transform, all in float32: multiply by d_i / 4; then for
 h = 1, 2, 4, 8 replace each pair (i, i + h), where i has no bit h, by its sum and its difference; then round to
 bfloat16, nearest even, beyond the largest to infinity. Values of a ragged end, k % 16 of them, are not rotated, but
-rounded all the same. An infinity or NaN spreads over its 16 values.
+rounded all the same. An infinity or NaN spreads over its 16 values, and values beyond a quarter of FLT_MAX may become
+infinities in the sums, or NaN where two of these meet.
 Source: TransformerEngine's 16x16 transform with the same signs, which adds in the order of its tensor cores: where the
 float32 sums are not exact, a last bit of bfloat16 may differ.
 """
@@ -28,15 +29,16 @@ _FACTORS = np.array(SIGNS, np.float32) / np.float32(4)
 def rotate(values: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.float32]:
     """Rotate the first k columns of a float32 tile, which begins on a multiple of 16; rounded to bfloat16."""
     whole = values[:, : k // SIZE * SIZE]
-    groups = whole.reshape(len(values), -1, SIZE) * _FACTORS
+    groups = whole.reshape(len(values), whole.shape[1] // SIZE, SIZE) * _FACTORS
     whole[...] = _transformed(groups).reshape(whole.shape)
-    return values.astype(BFLOAT16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        return values.astype(BFLOAT16).astype(np.float32)
 
 
 def rotate_back(values: npt.NDArray[np.float32]) -> None:
     """Undo rotate in place, but for its rounding: y / 4, the same sums and differences, then times d."""
     whole = values[:, : values.shape[1] // SIZE * SIZE]
-    groups = whole.reshape(len(values), -1, SIZE) * np.float32(0.25)
+    groups = whole.reshape(len(values), whole.shape[1] // SIZE, SIZE) * np.float32(0.25)
     whole[...] = (_transformed(groups) * np.array(SIGNS, np.float32)).reshape(whole.shape)
 
 
@@ -46,5 +48,6 @@ def _transformed(groups: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     for h in (1, 2, 4, 8):
         pairs = groups.reshape(*shape[:2], SIZE // (2 * h), 2, h)
         first, second = pairs[:, :, :, 0], pairs[:, :, :, 1]
-        groups = np.stack([first + second, first - second], axis=3)
+        with np.errstate(all="ignore"):
+            groups = np.stack([first + second, first - second], axis=3)
     return groups.reshape(shape)

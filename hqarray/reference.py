@@ -302,6 +302,9 @@ def _multiply_scales(decoded: Floats, scales: Values, tile: tuple[slice, slice],
     window = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(tile, storage.block, strict=True))
     table = scale_values(storage.scale)
     wanted = scales[window] if table is None else table.take(scales[window])
+    if columns == ROW:
+        decoded *= wanted
+        return
     if rows > 1:
         wanted = np.repeat(wanted, rows, axis=0)[: decoded.shape[0]]
     whole = decoded.shape[1] // columns  # blocks; a ragged one may follow

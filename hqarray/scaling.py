@@ -56,7 +56,8 @@ def _two_level(amax: Floats, rule: TwoLevel, element: Element, whole: Floats | N
 
 def _factor(stored: npt.NDArray[np.uint8], decode_scale: Floats) -> Floats:
     """What encodes under E4M3 scales: min(RN(1 / RN(s8 * S_dec)), FLT_MAX)."""
-    return np.minimum(np.float32(1) / (ELEMENTS["e4m3"].values.take(stored) * decode_scale), FLT_MAX)
+    factor: Floats = np.minimum(np.float32(1) / (ELEMENTS["e4m3"].values.take(stored) * decode_scale), FLT_MAX)
+    return factor
 
 
 SCALE_RULES: dict[type, Callable[..., Scales]] = {
@@ -69,8 +70,8 @@ SCALE_RULES: dict[type, Callable[..., Scales]] = {
 def global_scales(amax: Floats, rule: TwoLevel, element: Element) -> tuple[Floats, Floats]:
     """(S_enc, S_dec) of each amax: S_enc = min(RN(RN(bound * max) / amax), FLT_MAX), 1 for amax 0 or Inf."""
     with np.errstate(all="ignore"):
-        encode_scale = np.minimum(np.float32(np.float32(rule.bound) * np.float32(element.max)) / amax, FLT_MAX)
-        encode_scale = np.where((amax > 0) & (amax < np.inf), encode_scale, np.float32(1))
+        most = np.float32(np.float32(rule.bound) * np.float32(element.max))
+        encode_scale: Floats = np.where((amax > 0) & (amax < np.inf), np.minimum(most / amax, FLT_MAX), np.float32(1))
         return encode_scale, np.float32(1) / encode_scale
 
 

@@ -37,7 +37,7 @@ class JaxPart(NamedTuple):
 
     codes         (outer, k) of JAX's type of the element; FP4 uint8 (outer, ceil(k / 2)), low nibble first; FP6 uint8
     scales        of the logical shape, float8_e8m0fnu, float8_e4m3fn or float32; None where the format has none
-    global_scale  float32 (1,) where the format has one
+    global_scale  float32 (1,) where the format has one, (outer,) where it has one a row
     """
 
     codes: Any
@@ -137,12 +137,13 @@ def _part_of(part: JaxPart, format: Format | str | None, shape: tuple[int, ...] 
 # --- inside functions ---------------------------------------------------------------------------
 
 
-def fake_quantize(x: Any, format: Format | str, *, amax: Any = None) -> Any:
+def fake_quantize(x: Any, format: Format | str, *, amax: Any = None, seed: int | None = None) -> Any:
     """What values become in a format, blocks along the last axis, with the bits of hqarray.fake_quantize.
 
     x        (..., k) float32, float16 or bfloat16 (float64 gives float32)
     format   as in hqarray.quantize
     amax     one float32 used instead of the measured one by formats with one amax per matrix
+    seed     of formats that round at random: an integer, not traced, so that a compiled function draws alike each time
     returns  JAX array of the shape of x
 
     The derivative is that of the identity (straight through, also where a given amax saturates), none goes to amax.
@@ -158,29 +159,34 @@ def fake_quantize(x: Any, format: Format | str, *, amax: Any = None) -> Any:
         if amax.size != 1:
             raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not of shape {amax.shape}")
         amax = amax.reshape(1)
+    if isinstance(seed, jax.Array):
+        raise TypeError("seed is an integer here, which is fixed when a function is traced, not a JAX array")
     whole = None if amax is None else 1.0
-    ops.fake_quantize(np.zeros((0,) * x.ndim, x.dtype), format, amax=whole)  # raises what a callback would hide
-    return _fake(format, x, amax)
+    # raises what a callback would hide
+    ops.fake_quantize(np.zeros((0,) * x.ndim, x.dtype), format, amax=whole, seed=seed)
+    return _fake(format, seed, x, amax)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fake(format: Format, x: Any, amax: Any) -> Any:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _fake(format: Format, seed: int | None, x: Any, amax: Any) -> Any:
     given = (x,) if amax is None else (x, amax)
     if all(not isinstance(array, jax.core.Tracer) and len(array.devices()) == 1 for array in given):
-        return _at_once(format, *(dlpack.from_dlpack(array).array for array in given))
+        return _at_once(format, seed, *(dlpack.from_dlpack(array).array for array in given))
     _worker()
     result = jax.ShapeDtypeStruct(x.shape, ops._nominal(np.dtype(x.dtype)))
-    return jax.pure_callback(partial(_on_host, format), result, *given, vmap_method="sequential")
+    return jax.pure_callback(partial(_on_host, format, seed), result, *given, vmap_method="sequential")
 
 
 @_fake.defjvp  # type: ignore[untyped-decorator,unused-ignore]
-def _straight_through(format: Format, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    y = _fake(format, *primals)
+def _straight_through(
+    format: Format, seed: int | None, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    y = _fake(format, seed, *primals)
     return y, tangents[0].astype(y.dtype)
 
 
-def _at_once(format: Format, values: Array, amax: Array | None = None) -> Any:
-    y = ops.fake_quantize(values, format, amax=amax)
+def _at_once(format: Format, seed: int | None, values: Array, amax: Array | None = None) -> Any:
+    y = ops.fake_quantize(values, format, amax=amax, seed=seed)
     if not isinstance(values, np.ndarray):  # XLA may reuse the memory of x once it is freed, whatever CuPy still reads
         with values.device:
             namespace(values).cuda.get_current_stream().synchronize()
@@ -195,9 +201,9 @@ def _worker() -> ThreadPoolExecutor:
     return pool
 
 
-def _on_host(format: Format, values: Any, amax: Any = None) -> Any:
+def _on_host(format: Format, seed: int | None, values: Any, amax: Any = None) -> Any:
     whole = None if amax is None else np.asarray(amax)
-    return _worker().submit(ops.fake_quantize, np.asarray(values), format, amax=whole).result()
+    return _worker().submit(ops.fake_quantize, np.asarray(values), format, amax=whole, seed=seed).result()
 
 
 __all__ = ["JaxPair", "JaxPart", "fake_quantize", "from_jax", "to_jax"]

@@ -67,7 +67,6 @@ def placeholder(format: Format, shape: tuple[int, int]) -> QuantizedArray:
     codes = np.broadcast_to(np.zeros((), layout.codes_dtype), (shape[0], layout.codes.columns))
     scales = np.broadcast_to(np.zeros((), layout.scales_dtype), layout.num_scales)
     one = np.zeros(1, np.float32)
-    buffers = Separate(
-        codes, scales, one if format.storage.global_scale else None, one if format.measures_amax else None
-    )
+    whole = np.broadcast_to(one, layout.num_global_scales) if format.storage.global_scale else None
+    buffers = Separate(codes, scales, whole, one if format.measures_amax else None)
     return QuantizedArray(format, shape, buffers)

@@ -32,7 +32,7 @@ class TorchPart(NamedTuple):
 
     codes         (outer, k) of torch's type of the element; FP4 (outer, ceil(k / 2)) float4_e2m1fn_x2; FP6 uint8
     scales        of the logical shape, any strides; None where the format has none
-    global_scale  float32 (1,) where the format has one
+    global_scale  float32 (1,) where the format has one, (outer,) where it has one a row
     """
 
     codes: Any
@@ -187,7 +187,7 @@ def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_V
         start = layout.scales_offset // layout.scales_dtype.itemsize
         scales = _View(types[1], start, tuple(probe.shape), probe.stride())
     if storage.global_scale:
-        whole = _View(torch.float32, layout.global_scale_offset // 4, (1,), (1,))
+        whole = _View(torch.float32, layout.global_scale_offset // 4, (layout.num_global_scales,), (1,))
     return layout, (codes, scales, whole)
 
 

@@ -123,6 +123,21 @@ def _result_type(x: Any, w: Any) -> Any:
     return x if x == w and x != torch.float64 else TORCH_DTYPES[result_dtype(NUMPY_DTYPES[x], NUMPY_DTYPES[w])]
 
 
+def _seeds(recipe: Recipe, device: Any) -> list[Any]:
+    """One for x, w and dy each, from torch's generator as dropout's are; None of a recipe that rounds to nearest.
+
+    A captured CUDA graph draws new ones when it is replayed, and checkpointing the same ones.
+    """
+    if not any(format.is_stochastic for format in recipe.formats):
+        return [None] * 3
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (3,), dtype=torch.int64, device=device)
+    return list(seeds.split(1))
+
+
+def _seed(tensor: Any) -> Array | None:
+    return None if tensor is None else as_array(tensor)
+
+
 # --- one matrix ---------------------------------------------------------------------------------
 
 
@@ -130,17 +145,19 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any, bias: Any, recipe: Recipe, records: bool) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
+        of_x, of_w, of_dy = _seeds(recipe, x.device)
         with on_torch(x.device):
             hx = ops.quantize(
-                as_array(x), rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None
+                as_array(x), rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None, seed=_seed(of_x)
             )
             hw = ops.quantize(
-                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None
+                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None,
+                seed=_seed(of_w),
             )
             y, out = _empty((*x.shape[:-1], w.shape[0]), _result_type(x.dtype, w.dtype), x.device)
             ops.matmul(hx, hw.T, out=out, bias=None if bias is None else as_array(bias))
             parts = (hx.columnwise, hw.columnwise)
-            _save(ctx, parts, ())
+            _save(ctx, parts, (of_dy,))
         ctx.recipe, ctx.shape, ctx.dtypes = recipe, tuple(x.shape), (hx.dtype, hw.dtype)
         ctx.types = (x.dtype, w.dtype, None if bias is None else bias.dtype)
         return y
@@ -155,10 +172,13 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     dx = dw = db = None
     k, n = ctx.shape[-1], dy.shape[-1]
     with on_torch(dy.device):
-        x, w = _saved(ctx)
+        x, w, of_dy = _saved(ctx)
         if needs_x or needs_w:
             row, column = ctx.recipe.grad_output
-            hdy = ops.quantize(as_array(dy), rowwise=row if needs_x else None, columnwise=column if needs_w else None)
+            hdy = ops.quantize(
+                as_array(dy), rowwise=row if needs_x else None, columnwise=column if needs_w else None,
+                seed=_seed(of_dy),
+            )
         if needs_x:
             dx, out = _empty(ctx.shape, ctx.types[0], dy.device)
             ops.matmul(hdy, HybridArray(None, w, dtype=ctx.dtypes[1]), out=out)
@@ -179,19 +199,22 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, x: Any, w: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
     ) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
+        of_x, of_w, of_dy = _seeds(recipe, x.device)
         with on_torch(x.device):
             given = host if sizes is None else as_array(sizes)
             gx = grouped_quantize(
-                as_array(x), given, rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None
+                as_array(x), given, rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None,
+                seed=_seed(of_x),
             )
             gw = grouped_quantize(
-                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None
+                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None,
+                seed=_seed(of_w),
             )
             ctx.covers = sizes is None and sum(host) == x.shape[0]
             shape = (x.shape[0], w.shape[1])
             y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
             ops.matmul(gx, gw.T, out=out)
-            _save(ctx, (gx.columnwise, gw.columnwise), () if sizes is None else (sizes,))
+            _save(ctx, (gx.columnwise, gw.columnwise), (of_dy, sizes))
         ctx.recipe, ctx.host, ctx.shapes = recipe, host, (tuple(x.shape), tuple(w.shape))
         ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
         ctx.types = x.dtype, w.dtype
@@ -206,11 +229,11 @@ def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
     needs_x, needs_w = ctx.needs_input_grad[:2]
     dx = dw = None
     with on_torch(dy.device):
-        x, w, *kept = _saved(ctx)
+        x, w, of_dy, kept = _saved(ctx)
         row, column = ctx.recipe.grad_output
         gdy = grouped_quantize(
-            as_array(dy), as_array(kept[0]) if kept else ctx.host, rowwise=row if needs_x else None,
-            columnwise=column if needs_w else None,
+            as_array(dy), ctx.host if kept is None else as_array(kept), rowwise=row if needs_x else None,
+            columnwise=column if needs_w else None, seed=_seed(of_dy),
         )
         if needs_x:
             dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
@@ -225,7 +248,7 @@ def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _save(ctx: Any, parts: Sequence[Any], tensors: tuple[Any, ...]) -> None:
-    """Parts, or None, as bytes that autograd keeps; tensors as they are."""
+    """Parts, or None, as bytes that autograd keeps; tensors, or None, as they are."""
     held = [(None, None) if part is None else emptied(part) for part in parts]
     ctx.hollow = [hollow for hollow, _ in held]
     ctx.save_for_backward(*(memory for _, memory in held), *tensors)

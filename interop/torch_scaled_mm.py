@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch  # noqa: TID253  this module names torch
 
 from hqarray.arrays import HybridArray, QuantizedArray
-from hqarray.formats import Storage
+from hqarray.formats import ROW, Storage, block_name
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_parts import GroupedPart
 from hqarray.groups import Sizes
@@ -77,8 +77,12 @@ def _recipes(a: Storage, b: Storage, function: str) -> tuple[str, str]:
     kinds = {a.element.name, b.element.name}
     names = RECIPES.get((a.scale, a.block)), RECIPES.get((b.scale, b.block))
     reason = None
-    if None in names or (a.scale == "e8m0" and kinds - {"e4m3", "e5m2"}):
+    if (1, ROW) in (a.block, b.block):
+        reason = "scales for each row are not passed on yet"
+    elif None in names or (a.scale == "e8m0" and kinds - {"e4m3", "e5m2"}):
         reason = "torch's GEMM on NVIDIA GPUs takes no such operand"
+    elif a.global_per_row or b.global_per_row:
+        reason = "it takes one global scale, not one for each row"
     elif a.scale != b.scale or (a.block is None) != (b.block is None):
         reason = "operands are scaled differently"
     elif a.rht != b.rht:
@@ -90,7 +94,7 @@ def _recipes(a: Storage, b: Storage, function: str) -> tuple[str, str]:
     elif a.global_scale and function == "_scaled_mm":
         reason = "torch._scaled_mm takes no global scales, torch.nn.functional.scaled_mm does"
     if reason is not None:
-        described = " by ".join(f"{s.element.name} ({s.scale} scales, block {s.block})" for s in (a, b))
+        described = " by ".join(f"{s.element.name} ({s.scale} scales, {block_name(s.block)})" for s in (a, b))
         raise ValueError(f"torch does not multiply {described}: {reason}; hqarray.matmul does")
     return names  # type: ignore[return-value]
 
