@@ -93,16 +93,20 @@ HQ_FN u32 encode_e2m1(const float (&value)[8], float half_factor) {
 
 // The same, up or down at random: encode_stochastic of codec.py; draws are 16 bits each, two in a word.
 HQ_FN u32 encode_e2m1_at_random(const float (&value)[8], float half_factor, const u32 (&draws)[4]) {
-    u32 word = 0;
+    int code[8];
 #pragma unroll
-    for (int i = 7; i >= 0; --i) {
+    for (int i = 0; i < 8; ++i) {
         const float a = fabsf(value[i] * half_factor);
         const u32 draw = i & 1 ? draws[i / 2] >> 9 : draws[i / 2] << 7;
         const float start = float_of((draw & 0x007FFF80u) | 0x3F800040u);
         const float twice = __fmaf_rn(a, 4.0f, start), plus2 = __fmaf_rn(a, 2.0f, start + 2.0f);
-        const float code = fminf(fminf(twice, plus2), fminf(__fmaf_rn(a, 1.0f, start + 4.0f), 8.0f));
-        word = word * 16 + (bits_of(__fadd_rz(code, 0x1p23f)) - 0x4B000001u);  // truncated
+        const float lowest = fminf(fminf(twice, plus2), a + (start + 4.0f));
+        code[i] = int(bits_of(__fadd_rz(lowest, 0x1p23f)) - 0x4B000001u);  // truncated, less one
     }
+    u32 word = 0;
+#pragma unroll
+    for (int i = 6; i >= 0; i -= 2)  // saturates to 7
+        asm("cvt.pack.sat.s4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(code[i + 1]), "r"(code[i]), "r"(word));
     return word;
 }
 

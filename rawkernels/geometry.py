@@ -60,18 +60,18 @@ def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
 
 
 def quantize_shared_bytes(tile: Tile, column: Format | None) -> int:
-    """`Shared` of quantize.cu: staged columns, two tables, partial amaxes, factors."""
+    """`Shared` of quantize.cu: staged columns, two tables, keys, partial amaxes, factors."""
     stage = 16 if column is None else tile.columns * tile.rows * column.storage.element.stored_bits // 8
-    return stage + 2 * (128 * 4 + 32) + 2 * 4 * 128 * 4 + 2 * 128 * 4
+    return stage + 2 * (128 * 4 + 32) + 80 + 2 * 4 * 128 * 4 + 2 * 128 * 4
 
 
 def most_blocks(format: Format | None) -> int:
     """Blocks of threads that leave a format's kernel the registers it wants: sums of errors, draws, rotated copies."""
     if format is None:
         return 4
-    if format.measures_rows or getattr(format.scaling, "four_over_six", None) is not None:
+    if format.measures_rows:
         return 2
-    return 3 if format.is_stochastic or format.storage.rht else 4
+    return 3 if getattr(format.scaling, "four_over_six", None) is not None or format.is_stochastic or format.storage.rht else 4
 
 
 def dequantize_tile(storage: Storage, transposed: bool) -> Tile:

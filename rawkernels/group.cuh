@@ -36,4 +36,8 @@ HQ_FN void zero_share(void* base, i64 from, i64 to, i64 share, i64 shares) {
         vectors[i] = make_uint4(0, 0, 0, 0);
 }
 
+HQ_FN void zero_floats(float* numbers, i64 from, i64 to, i64 share, i64 shares) {
+    for (i64 i = from + (share * gridDim.x + blockIdx.x) * THREADS + threadIdx.x; i < to; i += shares * gridDim.x * THREADS) numbers[i] = 0.0f;
+}
+
 }  // namespace hq

@@ -76,6 +76,7 @@ struct Shared {
     Table table[has_table<Row> && has_table<Column> && !SAME_TABLE ? 2 : 1];
     alignas(16) u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
     alignas(16) float factor[2][128];
+    Keys keys[1];
 #if GROUPED
     TableMember member;
     Arguments own;
@@ -218,8 +219,8 @@ struct Sink {
 };
 
 template <class F, int DOWN, bool CAREFUL = false, class In, class Scales>
-HQ_FN void encode_lines(const Patch<In>& patch, const Arguments& a, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
-    const Draws<DOWN> draws(F::stochastic && a.seed_at ? __ldg(a.seed_at) : a.seed, DOWN != a.turned, p);
+HQ_FN void encode_lines(const Patch<In>& patch, const Arguments& a, const Shared& shared, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
+    const Draws<DOWN> draws(*shared.keys, DOWN != a.turned, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         u32 w[Sink<F, DOWN>::words], random[4];
@@ -346,20 +347,20 @@ HQ_FN void quantize_patch(const Patch<In>& patch, const Arguments& a, const Outp
         const auto scales = block_scales<F, DOWN>(patch, a, out, p, shared);
         store_bytes<F, DOWN>(scales, a, out, p);
         if constexpr (LineScales<F, In>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
-        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, a, scales, sink, p);
-        else encode_lines<F, DOWN>(patch, a, scales, sink, p);
+        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
+        else encode_lines<F, DOWN>(patch, a, shared, scales, sink, p);
         zero_lines<F, DOWN>(scales.nan, sink, p);
     } else if constexpr (in_tile<F>) {
-        encode_lines<F, DOWN>(patch, a, TileFactors(shared.factor[DOWN] + D::line(p)), sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, TileFactors(shared.factor[DOWN] + D::line(p)), sink, p);
     } else if constexpr (one_scale<F>) {
         const float factor = reciprocal_factor(*a.whole[DOWN], float_of(F::Element::max_bits), F::epsilon, F::pow2);
-        encode_lines<F, DOWN>(patch, a, OneFactor{prepare_factor<F>(factor)}, sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, OneFactor{prepare_factor<F>(factor)}, sink, p);
     } else if constexpr (F::scaling == RECIPROCAL) {
         const LineFactors<F> factors(a.whole[DOWN], D::line0(p), D::lines(a));
         factors.template store<DOWN>(p, a, out);
-        encode_lines<F, DOWN>(patch, a, factors, sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, factors, sink, p);
     } else {
-        encode_lines<F, DOWN>(patch, a, OneFactor{1.0f}, sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, OneFactor{1.0f}, sink, p);
     }
 }
 
@@ -425,7 +426,7 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
 
 // One tile of a matrix.
 HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
-    constexpr bool tables = has_table<Row> || has_table<Column>;
+    constexpr bool tables = has_table<Row> || has_table<Column>, draws = Row::stochastic || Column::stochastic;
     Patch<Input> patch;  // its loads are under way while the table is made
     const bool idle = GROUPED && p.warp_row0 >= a.rows;  // nothing of what this warp holds is written
     if (idle) patch.clear();
@@ -437,7 +438,8 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     }
     if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
     if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);
-    if constexpr (tables || in_tile<Row> || in_tile<Column>) __syncthreads();
+    if constexpr (draws) shared.keys->fill(threadIdx.x, a.seed_at ? __ldg(a.seed_at) : a.seed);
+    if constexpr (tables || draws || in_tile<Row> || in_tile<Column>) __syncthreads();
     if constexpr (in_tile<Row>) tile_scale<Row, 0>(a, a.row, p, shared);
     if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
@@ -491,10 +493,14 @@ HQ_FN void zero_rest(const GroupedArguments& g, const TableMember& end) {
     if constexpr (Row::present) {
         zero_share(g.all.row.codes, end.start * g.all.row.pitch16 * 16, g.row.codes_end, end.tile, shares);
         zero_share(g.all.row.scales, end.before[0] * g.row.scales_unit, g.row.scales_end, end.tile, shares);
+        if (Row::scaling == TWO_LEVEL && Row::per_row && g.all.k)
+            zero_floats(g.all.row.global_scale, end.before[3], g.all.m, end.tile, shares);
     }
     if constexpr (Column::present) {
         zero_share(g.all.column.codes, end.before[1] * g.column.codes_unit, g.column.codes_end, end.tile, shares);
         zero_share(g.all.column.scales, end.before[2] * g.column.scales_unit, g.column.scales_end, end.tile, shares);
+        if (Column::scaling == TWO_LEVEL && Column::per_row)
+            zero_floats(g.all.column.global_scale, end.before[4] * g.all.k, g.count * g.all.k, end.tile, shares);
     }
 }
 
