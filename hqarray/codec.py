@@ -64,10 +64,11 @@ def encode_stochastic(values: Floats, element: Element, draws: npt.NDArray[np.ui
     start = (draws.astype(np.uint32) << np.uint32(7) | np.uint32(0x3F800040)).view(np.float32)
     magnitude = np.abs(values)
     lowest = 2.0 ** (1 - element.bias - element.mantissa_bits)
-    lines = [
-        magnitude * np.float32(1 / (lowest * 2.0**line)) + (start + np.float32(line << element.mantissa_bits))
-        for line in range(element.max_code >> element.mantissa_bits)
-    ]
+    with np.errstate(all="ignore"):
+        lines = [
+            magnitude * np.float32(1 / (lowest * 2.0**line)) + (start + np.float32(line << element.mantissa_bits))
+            for line in range(element.max_code >> element.mantissa_bits)
+        ]
     largest = np.float32(element.max_code + 1)
     codes: Codes = np.fmin(np.fmin.reduce(lines), largest).astype(np.uint8)  # a cast truncates
     codes -= np.uint8(1)

@@ -23,31 +23,36 @@ SIZE = 16
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-_FACTORS = np.array(SIGNS, np.float32) / np.float32(4)
+_SIGNS = np.array(SIGNS, np.float32)[:, None]
 
 
 def rotate(values: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.float32]:
     """Rotate the first k columns of a float32 tile, which begins on a multiple of 16; rounded to bfloat16."""
-    whole = values[:, : k // SIZE * SIZE]
-    groups = whole.reshape(len(values), whole.shape[1] // SIZE, SIZE) * _FACTORS
-    whole[...] = _transformed(groups).reshape(whole.shape)
+    _transform(values[:, : k // SIZE * SIZE], before=_SIGNS / np.float32(4), after=None)
     with np.errstate(all="ignore"):
         return values.astype(BFLOAT16).astype(np.float32)
 
 
 def rotate_back(values: npt.NDArray[np.float32]) -> None:
     """Undo rotate in place, but for its rounding: y / 4, the same sums and differences, then times d."""
-    whole = values[:, : values.shape[1] // SIZE * SIZE]
-    groups = whole.reshape(len(values), whole.shape[1] // SIZE, SIZE) * np.float32(0.25)
-    whole[...] = (_transformed(groups) * np.array(SIGNS, np.float32)).reshape(whole.shape)
+    k = values.shape[1] // SIZE * SIZE
+    _transform(values[:, :k], before=np.full((SIZE, 1), 0.25, np.float32), after=_SIGNS)
 
 
-def _transformed(groups: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Groups @ H, (rows, groups, 16), by sums and differences."""
-    shape = groups.shape
-    for h in (1, 2, 4, 8):
-        pairs = groups.reshape(*shape[:2], SIZE // (2 * h), 2, h)
-        first, second = pairs[:, :, :, 0], pairs[:, :, :, 1]
-        with np.errstate(all="ignore"):
-            groups = np.stack([first + second, first - second], axis=3)
-    return groups.reshape(shape)
+def _transform(
+    whole: npt.NDArray[np.float32], before: npt.NDArray[np.float32], after: npt.NDArray[np.float32] | None
+) -> None:
+    """In place (whole * before) @ H * after, by sums and differences; factors are (16, 1)."""
+    rows, groups = whole.shape[0], whole.shape[1] // SIZE
+    with np.errstate(all="ignore"):
+        across = np.ascontiguousarray(whole.reshape(rows * groups, SIZE).T)  # long rows to add
+        across *= before
+        for h in (1, 2, 4, 8):
+            pairs = across.reshape(SIZE // (2 * h), 2, h, rows * groups)
+            first, second = pairs[:, 0], pairs[:, 1]
+            total = first + second
+            np.subtract(first, second, out=second)
+            first[...] = total
+        if after is not None:
+            across *= after
+        whole[...] = across.T.reshape(whole.shape)

@@ -109,8 +109,7 @@ def _assert_same_bytes(actual: npt.NDArray[Any], expected: npt.NDArray[Any], nam
 
 
 def assert_in_rounding_cell(values: Array, quantized: HybridArray | QuantizedArray) -> None:
-    """Every element is a nearest neighbour of its value on its scaled grid, of stochastic formats one of the two next to
-    it: an oracle in float64.
+    """Every element is a nearest neighbour of its value on its scaled grid: an oracle in float64.
 
     values     what was quantized, (..., k), in its shape; for a QuantizedArray its (outer, k) matrix
     quantized  a part, or a HybridArray, whose columnwise part is held against values.T (against what the other
@@ -118,9 +117,10 @@ def assert_in_rounding_cell(values: Array, quantized: HybridArray | QuantizedArr
 
     Takes the stored scales as they are and asks of each code: the value lies between the midpoints to both
     neighbours, beyond the last one it saturates; with power-of-two scales a tie has the even code; the sign is
-    kept, of zeros too; a NaN is nan_code, or its block's scale is NaN and its codes 0; nothing else is NaN. fp32
-    scales leave FLOAT32_TOLERANCE around a midpoint, and rotated values what rounds them to bfloat16; their signs may
-    differ where they are as small as that. Raises AssertionError with the element and its cell.
+    kept, of zeros too; a NaN is nan_code, or its block's scale is NaN and its codes 0; nothing else is NaN. Stochastic
+    formats round to either neighbour of a value, which so lies between those of its code. fp32 scales leave
+    FLOAT32_TOLERANCE around a midpoint, and rotated values what rounds them to bfloat16; their signs may differ where
+    they are as small as that. Raises AssertionError with the element and its cell.
     """
     if isinstance(quantized, HybridArray):
         host = _host(values)

@@ -71,7 +71,8 @@ def most_blocks(format: Format | None) -> int:
         return 4
     if format.measures_rows:
         return 2
-    return 3 if getattr(format.scaling, "four_over_six", None) is not None or format.is_stochastic or format.storage.rht else 4
+    sums_errors = getattr(format.scaling, "four_over_six", None) is not None
+    return 3 if sums_errors or format.is_stochastic or format.storage.rht else 4
 
 
 def dequantize_tile(storage: Storage, transposed: bool) -> Tile:
