@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from hqarray.formats import ROW, Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
+from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
 from hqarray.groups import Axis, Span, code_span, scale_span
 
 from . import geometry
