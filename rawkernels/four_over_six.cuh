@@ -38,40 +38,39 @@ HQ_FN float error_of(float value, float factor, const Decoded& decoded) {
 }
 
 // Sums of errors of each line's block under one scale byte a line: over its first 8 values, then its other ones, which
-// the next lane has; of a square over its rows besides.
+// the next lane has; of a square over its rows besides. Seldom asked for, so the patch is copied to memory and the code
+// is a loop: unrolled, that of two directions does not fit into the instruction cache.
 template <class F, int DOWN, class In, class Globals>
-HQ_FN void total_errors(const Patch<In>& patch, const Place& p, const u32 (&byte)[8], const Globals& globals, float (&total)[8]) {
+HQ_FN void total_errors(const Patch<In> patch, const Place& p, const u32 (&byte)[8], const Globals& globals, float (&total)[8]) {
     typedef Direction<DOWN> D;
     const bool upper = D::along(p) & 8;
-#pragma unroll
+    float sums[8];
+#pragma unroll 1
     for (int i = 0; i < 8; ++i) {
         const Global& g = globals.at(i);
         const float scale = float_of_e4m3(byte[i]);
         const float factor = two_level_factor(scale, g.decode_scale);
         const Decoded decoded(scale, g.whole, F::bound * float_of(F::Element::max_bits));
-        float error[8], sum = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            error[e] = error_of<F>(fabsf(DOWN ? patch.at(e, i) : patch.at(i, e)), factor, decoded);
-            sum += error[e];
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int second = 0; second < 2; ++second) {  // the upper lane adds to what the lower one has
+#pragma unroll 1
+            for (int e = 0; e < 8; ++e) sum += error_of<F>(fabsf(DOWN ? patch.at(e, i) : patch.at(i, e)), factor, decoded);
+            const float other = __shfl_xor_sync(~0u, sum, D::step);
+            sum = upper ? (second ? sum : other) : (second ? other : 0.0f);
         }
-        const float before = __shfl_xor_sync(~0u, sum, D::step);
-        float both = before;  // right in the upper lane, which adds to what the lower one has
-#pragma unroll
-        for (int e = 0; e < 8; ++e) both += error[e];
-        const float other = __shfl_xor_sync(~0u, both, D::step);
-        total[i] = upper ? both : other;
+        sums[i] = sum;
     }
     if constexpr (F::block_rows > 1) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) total[i] += __shfl_xor_sync(~0u, total[i], D::other_step);
-#pragma unroll
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], D::other_step);
+#pragma unroll 1
         for (int half = 4; half; half /= 2)
-#pragma unroll
-            for (int i = 0; i < half; ++i) total[i] += total[i + half];
-#pragma unroll
-        for (int i = 1; i < 8; ++i) total[i] = total[0];
+#pragma unroll 1
+            for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] = sums[F::block_rows > 1 ? 0 : i];
 }
 
 // The same sums nearly, in units of each block's codes and in fewer operations: x * factor less the nearest E2M1. No
@@ -145,8 +144,9 @@ HQ_FN LineScales<F, In> choose_scales(const Patch<In>& patch, const Place& p, co
     bool doubt = true;
     u32 chosen = 0;
     if constexpr (!F::per_row) {  // then factors are in a table
+        constexpr bool squared = F::four_over_six == SQUARED_ERRORS;  // under a normal scale b is over whole * 2^-15
         const float whole = globals.at(0).whole;
-        if (whole > 0x1p-90f && whole < 0x1p110f) chosen = nearly_choose<F, DOWN>(patch, amax, four, six, globals, doubt);
+        if (whole > (squared ? 0x1p-35f : 0x1p-90f) && whole < (squared ? 0x1p55f : 0x1p110f)) chosen = nearly_choose<F, DOWN>(patch, amax, four, six, globals, doubt);
     }
     if (__any_sync(~0u, doubt)) {
         float error_of_four[8], error_of_six[8];

@@ -58,6 +58,7 @@ template <class F> constexpr bool in_tile = F::block_columns == 128;
 template <class F> constexpr bool square = F::block_rows > 1;
 template <class F> constexpr bool one_scale = F::scaling == RECIPROCAL && F::block_columns == 0;
 template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
+template <class F> constexpr bool is_long = F::stochastic || F::four_over_six != ALWAYS_SIX;  // no second copy of such code
 template <class F> constexpr bool has_table = F::scaling == TWO_LEVEL && !F::per_row;
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
@@ -347,6 +348,7 @@ HQ_FN void quantize_patch(const Patch<In>& patch, const Arguments& a, const Outp
         const auto scales = block_scales<F, DOWN>(patch, a, out, p, shared);
         store_bytes<F, DOWN>(scales, a, out, p);
         if constexpr (LineScales<F, In>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
+        else if constexpr (is_long<F>) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
         else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
         else encode_lines<F, DOWN>(patch, a, shared, scales, sink, p);
         zero_lines<F, DOWN>(scales.nan, sink, p);
