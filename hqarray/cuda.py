@@ -75,6 +75,7 @@ _QUANTIZE = struct.Struct("=25q")
 _AMAX = struct.Struct("=7q")
 _DEQUANTIZE = struct.Struct("=9q")
 _NARROW = struct.Struct("=3q")
+_DELAYED = struct.Struct("=6q")
 _TRANSPOSE = struct.Struct("=14q")
 
 
@@ -475,6 +476,31 @@ def amax(values: Array) -> Array:
         kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
         kernel.launch(stream, _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0, 0)
     return whole
+
+
+def record_amax(values: Array, current: Array, noop: Array | None = None) -> None:
+    """See reference.record_amax."""
+    with _on_device_of(values.data):
+        values, _ = _readable(values)
+        pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
+        m, k = values.shape
+        kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
+        flag = 0 if noop is None else noop.data.ptr
+        kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, current.data.ptr, flag)
+
+
+def update_amaxes(history: Array, current: Array, amax: Array, largest: bool, margin: int) -> None:
+    """See reference.update_amaxes; one launch for all matrices."""
+    count, length = history.shape
+    if not count:
+        return
+    with _on_device_of(history.data):
+        device, launch = history.data.device_id, traits.delayed_launch()
+        kernel = _kernel(launch, 1, count, device)
+        factor = int(np.float32(2.0**margin).view(np.int32))
+        kernel.launch(
+            stream_of(device), _DELAYED, history.data.ptr, length, current.data.ptr, amax.data.ptr, largest, factor
+        )
 
 
 # --- decode and move ----------------------------------------------------------------------------

@@ -290,6 +290,20 @@ def quantize_groups(
     return parts
 
 
+def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None = None) -> None:
+    """See reference_grouped.record_amaxes; two launches, whatever the sizes: which rows are whose, and the amaxes."""
+    if not rows.num_groups:
+        return
+    with _on_device_of(values.data):
+        values = _readable(values)
+        pointer, row_bytes, k, device = values.data.ptr, values.strides[0], values.shape[1], values.data.device_id
+        launch = traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0, grouped=True)
+        kernel = _kernel(launch, rows.capacity, rows.num_groups, k, device)
+        stream, flag = stream_of(device), 0 if noop is None else noop.data.ptr
+        table = _Members.of(rows, None, None, launch.tile, device).find(stream, rows)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, flag, table.ptr)
+
+
 # --- decode -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +20,7 @@ from .arrays import DIRECTIONS, HybridArray
 from .explore import Comparison, FormatError, Tally, TextTable, decibels, measure, percent, tiles
 from .formats import FORMATS, Format, as_format
 from .gemm import Engine
+from .linear import quantize_operand
 from .operands import Matrix, Operands, Triple
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 Values: TypeAlias = npt.NDArray[Any]
 Step: TypeAlias = Callable[[], None]
+
+SEED = 0
+"""Of what is rounded at random."""
 
 SYMBOLS: dict[Role, str] = {"input": "x", "weight": "w", "grad_output": "dy"}
 
@@ -44,18 +48,26 @@ class Selection:
 
 
 def select(names: Sequence[str] = ()) -> Selection:
-    """Names of recipes and formats; none selects every named recipe, and every other quantized format.
+    """Names of recipes and formats; none selects every named recipe but those with delayed scaling, and every other
+    quantized format.
 
     A name means the recipe in RECIPES where there is one, and a format everywhere otherwise. For a matrix without
-    a layer it means the format, or each format of the recipe. Raises ValueError for an unknown name.
+    a layer it means the format, or each format of the recipe. Raises ValueError for an unknown name, or for delayed
+    scaling: here are no earlier steps.
     """
     if names:
         recipes = [as_recipe(name) for name in names]
+        for name, recipe in zip(names, recipes, strict=True):
+            if recipe.delayed is not None:
+                raise ValueError(
+                    f"{name} takes amaxes of earlier steps, and a report has one; report the same recipe with measured "
+                    f"amaxes ({replace(recipe, delayed=None).name}), or train with {name}: python -m hqarray train"
+                )
         formats = [f for name, recipe in zip(names, recipes, strict=True) for f in _formats(name.strip(), recipe)]
     else:
         formats = list(FORMATS.values())
         uniform = (as_recipe(row) for name, row in FORMATS.items() if name not in RECIPES and row.scaling is not None)
-        recipes = [*RECIPES.values(), *uniform]
+        recipes = [*(recipe for recipe in RECIPES.values() if recipe.delayed is None), *uniform]
     return Selection(tuple(dict.fromkeys(recipes)), tuple(dict.fromkeys(formats)))
 
 
@@ -299,10 +311,7 @@ def _study_triple(triple: Triple, recipes: Sequence[Recipe], step: Step) -> Laye
 def _study_recipe(recipe: Recipe, values: dict[Role, Values], exact: dict[Product, Values]) -> RecipeResult:
     with np.errstate(all="ignore"):
         arrays: dict[Role, HybridArray] = {
-            role: ops.quantize(
-                values[role].astype(np.float32), rowwise=recipe[role][0], columnwise=recipe[role][1], seed=seed
-            )
-            for seed, role in enumerate(ROLES)
+            role: quantize_operand(values[role].astype(np.float32), recipe, role, seed=SEED) for role in ROLES
         }
         x, w, dy = (arrays[role] for role in ROLES)
         products: dict[Product, tuple[HybridArray, HybridArray]] = {

@@ -69,6 +69,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     for storage in {format.storage: None for _, format in formats if format.transposable}:
         yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
+    yield Specialisation("delayed scaling", traits.delayed_launch().source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)

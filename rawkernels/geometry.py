@@ -140,5 +140,8 @@ def ragged_grid(tile: Tile, outer: int, capacity: int, num_groups: int) -> tuple
 SCALE_TILE = Tile(128, 8)
 """Scales (lines x blocks) that a block of the tiling kernel moves."""
 
+HISTORY_TILE = Tile(1, 1)
+"""Of the kernel of delayed scaling: a block of threads for each history."""
+
 NARROW_TILE = Tile(1, 1024)
 """Elements a block of the narrowing kernel rounds: 4 a thread."""

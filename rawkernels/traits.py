@@ -246,6 +246,12 @@ def narrow_launch() -> Launch:
     return Launch(Source("narrow.cu", "hq_narrow", _TILE_CONSTANTS), geometry.NARROW_TILE, 0)
 
 
+def delayed_launch() -> Launch:
+    """The kernel that takes amaxes from those of earlier steps."""
+    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+    return Launch(Source("delayed.cu", "hq_delayed", text), geometry.HISTORY_TILE, 0)
+
+
 def transpose_launch(storage: Storage) -> Launch:
     """The kernel that moves the codes of a transposable format's part."""
     tile = geometry.SQUARE
