@@ -71,7 +71,7 @@ class _Local(threading.local):
 _local = _Local()
 
 # Structs of the kernels: every field takes eight bytes.
-_QUANTIZE = struct.Struct("=25q")
+_QUANTIZE = struct.Struct("=27q")
 _AMAX = struct.Struct("=7q")
 _DEQUANTIZE = struct.Struct("=9q")
 _NARROW = struct.Struct("=3q")
@@ -199,10 +199,10 @@ def scratch(nbytes: int, stream: int) -> Any:
     return memory
 
 
-Seed: TypeAlias = tuple[int, int, int]
-"""`seed_at`, `seed` and `turned` of quantize.cu."""
+Seed: TypeAlias = tuple[int, int, int, int, int]
+"""`seed_at`, `seed`, `turned` and `before` of quantize.cu."""
 
-NO_SEED: Seed = (0, 0, 0)
+NO_SEED: Seed = (0, 0, 0, 0, 0)
 
 
 def seed_of(draws: Draws | None) -> Seed:
@@ -211,8 +211,8 @@ def seed_of(draws: Draws | None) -> Seed:
         return NO_SEED
     seed, turned = draws.seed, int(draws.turned)
     if isinstance(seed, int):
-        return 0, seed - (1 << 64) if seed >> 63 else seed, turned  # the same 64 bits with a sign
-    return seed.data.ptr, 0, turned
+        return 0, seed - (1 << 64) if seed >> 63 else seed, turned, *draws.first  # the same 64 bits with a sign
+    return seed.data.ptr, 0, turned, *draws.first
 
 
 @dataclass(frozen=True, slots=True)

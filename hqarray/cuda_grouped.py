@@ -39,7 +39,7 @@ from .rawkernels import geometry, traits
 
 # Structs of the kernels: every field takes eight bytes.
 _MEMBERS = struct.Struct("=18q")
-_QUANTIZE = struct.Struct("=36q")
+_QUANTIZE = struct.Struct("=38q")
 _AMAX = struct.Struct("=8q")
 _DEQUANTIZE = struct.Struct("=17q")
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-import numpy as np
-
 from . import ops
 from .arrays import DIRECTIONS, Direction, HybridArray
 from .formats import ROW, Block, Format, as_format
@@ -103,13 +101,6 @@ def quantize_shard(
             f"{names} has one amax for the whole matrix, and a shard measures its own; pass amax=, the largest "
             f"hq.amax(values, format) of all shards (an all-reduce with MAX)"
         )
-    if seed is not None and not isinstance(values, np.ndarray) and shard.first != (0, 0):
-        for format in formats.values():
-            if format.is_stochastic:
-                raise NotImplementedError(
-                    f"{format.name} draws by the place of an element in its matrix, and on a GPU only the shard at "
-                    f"(0, 0) is built; round to nearest, or quantize the others on the host"
-                )
     return ops.quantize(
         values, rowwise=rowwise, columnwise=columnwise, amax=amax,
         seed=None if seed is None else Draws(seed, first=shard.first),

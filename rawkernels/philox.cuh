@@ -36,8 +36,10 @@ struct Draws {
     const Keys& keys;
     u64 line, piece;
     u32 part;
-    HQ_FN Draws(const Keys& keys, u32 part, const Place& p)
-        : keys(keys), line(Direction<DOWN>::line0(p)), piece(Direction<DOWN>::along0(p) / 8), part(part) {}
+    // X: rows and columns before it in the matrix that it is a shard of; turned: it is the transposed one.
+    HQ_FN Draws(const Keys& keys, bool turned, const i64 (&before)[2], const Place& p)
+        : keys(keys), line(Direction<DOWN>::line0(p) + before[DOWN != turned]),
+          piece((Direction<DOWN>::along0(p) + before[DOWN == turned]) / 8), part(DOWN != turned) {}
     HQ_FN void of_line(int i, u32 (&words)[4]) const {
         words[0] = u32(piece);
         words[1] = u32(line + i);

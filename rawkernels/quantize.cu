@@ -38,6 +38,7 @@ struct Arguments {
     const u64* seed_at;  // of draws; null: the next field
     u64 seed;
     i64 turned;    // X is the transposed matrix: rows draw as its columns
+    i64 before[2];  // rows and columns before it in the matrix whose draws it shares
 };
 
 struct Segments {  // of one part of a group, bytes
@@ -221,7 +222,7 @@ struct Sink {
 
 template <class F, int DOWN, bool CAREFUL = false, class In, class Scales>
 HQ_FN void encode_lines(const Patch<In>& patch, const Arguments& a, const Shared& shared, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
-    const Draws<DOWN> draws(*shared.keys, DOWN != a.turned, p);
+    const Draws<DOWN> draws(*shared.keys, a.turned, a.before, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         u32 w[Sink<F, DOWN>::words], random[4];

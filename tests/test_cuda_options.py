@@ -149,3 +149,16 @@ def test_groups_equal_the_reference(cupy, name, sizes):
             given = {"rowwise": row, "columnwise": column, "seed": SEED, "alignment": alignment}
             ours = hq.grouped_quantize(cupy.asarray(x), cupy.asarray(sizes), **given)
             assert_same(ours, hq.grouped_quantize(x, sizes, **given))
+
+
+@named("name", ["at random", "all", "all squares"])
+def test_a_shard_draws_as_in_the_whole(cupy, name):
+    one = OPTIONS[name]
+    x = testing.matrix("gauss", (160, 192), BFLOAT16)
+    for rows, columns in ((slice(0, 48), slice(64, 192)), (slice(48, 160), slice(0, 64)), (slice(16, 32), slice(32, 96))):
+        shard = hq.Shard((rows.start, columns.start), x.shape)
+        given = {"rowwise": one, "columnwise": one, "amax": 4.0, "seed": SEED}
+        expected = hq.quantize_shard(x[rows, columns], shard, **given)
+        testing.assert_bitwise_equal(hq.quantize_shard(cupy.asarray(x)[rows, columns], shard, **given), expected)
+        turned = cupy.asarray(np.ascontiguousarray(x[rows, columns].T)).T
+        testing.assert_bitwise_equal(hq.quantize_shard(turned, shard, **given), expected)
