@@ -14,6 +14,7 @@ from .grouped import GroupedArray
 from .grouped_ops import grouped_quantize, split_quantize
 from .linear import linear_backward, linear_forward
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
+from .plots import plot_error, plot_formats, plot_groups, plot_scales, plot_tradeoff
 from .recipes import RECIPES, Recipe, as_recipe
 
 __version__ = "0.1.0"
@@ -46,6 +47,11 @@ __all__ = [
     "linear_backward",
     "linear_forward",
     "matmul",
+    "plot_error",
+    "plot_formats",
+    "plot_groups",
+    "plot_scales",
+    "plot_tradeoff",
     "quantize",
     "requantize",
     "split_quantize",

@@ -27,8 +27,9 @@ from .arrays import (
     _undefined,
     describe_bytes,
     describe_device,
-    html_table,
+    engine_facts,
 )
+from .display import SAMPLE, Picture, html_card, sample_scales, spread
 from .formats import Format
 from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, read_sizes, some_sizes
 from .groups import Sizes, Span, span_starts
@@ -375,12 +376,14 @@ class GroupedArray:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", describe_device(self.device))]
+        facts = [("shape", str(self.shape)), ("dtype", self.dtype.name)]
         for direction, part in self.parts():
             lies = f", ragged {part.layout.ragged}" if isinstance(part, GroupedPart) and None in self.shape else ""
-            rows += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
-        rows += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
-        return html_table("GroupedArray", [*rows, ("bytes", describe_bytes(self.nbytes))])
+            facts += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
+        facts += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
+        facts += [*engine_facts(self.parts()), ("device", describe_device(self.device))]
+        pictures = [_picture(f"{direction} scales", part) for direction, part in self.to_host().parts()]
+        return html_card("GroupedArray", [*facts, ("bytes", describe_bytes(self.nbytes))], pictures)
 
 
 @cache
@@ -407,6 +410,21 @@ def unchecked(
     set_columns(array, columns)
     set_dtype(array, dtype)
     return array
+
+
+def _picture(name: str, part: Part) -> Picture:
+    """Samples of the scales of some members that are not empty; all there are where a member has one."""
+    storage = part.format.storage
+    if storage.scale == "none" or not part.num_groups:
+        return Picture(name, ())
+    if storage.block is None and isinstance(part, GroupedPart):
+        return Picture(f"{name}, one for each member", (sample_scales(part.scales.reshape(1, -1), storage),))
+    sizes = [prod(p.shape) for p in part.parts] if isinstance(part, ScatteredPart) else part.sizes.values
+    shown = list(spread(np.flatnonzero(np.asarray(sizes)).tolist()))
+    members = [part.member(i) for i in shown]
+    most = (SAMPLE[0], max(1, SAMPLE[1] // max(1, len(shown))))
+    samples = (sample_scales(m.scales, storage, m.global_scale, most) for m in members)
+    return Picture(f"{name} of members {', '.join(map(str, shown))}", tuple(samples))
 
 
 def _describe(sizes: Sizes) -> str:
