@@ -96,8 +96,9 @@ def main(arguments: list[str]) -> int:
         stored = texts(nbformat.read(path, as_version=4))
         notebook = run(path)
         found = list(complaints(notebook))
-        if check and texts(notebook) != stored:
-            new = next((a for a, b in zip(texts(notebook), stored, strict=False) if a != b), "another number of outputs")
+        shown = texts(notebook)
+        if check and shown != stored:
+            new = next((a for a, b in zip(shown, stored, strict=False) if a != b), "another number of outputs")
             found.append(f"out of date, run python docs/run_notebooks.py; it shows now: {new}")
         for complaint in found:
             print(f"{path.name}: {complaint}", file=sys.stderr)

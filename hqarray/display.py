@@ -28,8 +28,11 @@ SAMPLE = (32, 64)
 MEMBERS = 6
 """Most members of a group whose scales are shown."""
 
-WIDEST, LARGEST = 256, 12
-"""Pixels: the width that a picture aims at, and the side of one scale at most."""
+BOX = (96, 256)
+"""Pixels: the height and the width that a picture of a part takes at most, but for one pixel a scale."""
+
+LARGEST = 12
+"""Pixels: the side of one scale at most."""
 
 RAMP = np.array([(0, 34, 78), (55, 76, 108), (108, 110, 114), (165, 151, 114), (222, 196, 87), (254, 232, 56)], float)
 """Colours of the smallest to the largest scale: of even steps in lightness, as grey on paper too (cividis)."""
@@ -87,9 +90,15 @@ class Picture:
             return ""
         numbers = np.concatenate([sample.log2[np.isfinite(sample.log2)] for sample in samples])
         low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 0.0)
-        side = min(LARGEST, max(2, WIDEST // sum(sample.log2.shape[1] for sample in samples)))
-        images = "".join(_image(_colors(sample.log2, low, high), side, self.caption) for sample in samples)
-        return f'<div style="margin:6px 0 0">{images}</div><div>{escape(self.caption)}: {self._range(low, high)}</div>'
+        shapes = [sample.log2.shape for sample in samples]
+        counts = max(rows for rows, _ in shapes), sum(blocks for _, blocks in shapes)
+        height, width = (min(LARGEST, max(1, most // count)) for most, count in zip(BOX, counts, strict=True))
+        images = "".join(
+            _image(_colors(sample.log2, low, high).repeat(height, 0).repeat(width, 1), self.caption)
+            for sample in samples
+        )
+        said = f"<div>{escape(self.caption)}</div><div>{self._range(low, high)}</div>"
+        return f'<div style="display:inline-block;vertical-align:top;margin:6px 16px 0 0">{images}{said}</div>'
 
     def _range(self, low: float, high: float) -> str:
         values = np.concatenate([sample.log2.ravel() for sample in self.samples])
@@ -97,14 +106,13 @@ class Picture:
         said = [_power(low)] if low == high else [f"{_power(low)} (dark) to {_power(high)} (bright)"]
         said = said if np.isfinite(values).any() else []
         said += [f"{count} {what}" for count, what in marks if count]
-        rows, blocks = self.samples[0].steps
-        if (rows, blocks) != (1, 1):
-            said.append(f"1 of {rows} rows and 1 of {blocks} blocks shown")
-        return ", ".join(said)
+        steps = [max(numbers) for numbers in zip(*(sample.steps for sample in self.samples), strict=True)]
+        thinned = [f"1 of {step} {what}" for step, what in zip(steps, ("rows", "blocks"), strict=True) if step > 1]
+        return ", ".join([*said, *([f"{' and '.join(thinned)} shown"] if thinned else [])])
 
 
 def _power(log2: float) -> str:
-    return f"2<sup>{log2:.4g}</sup>"
+    return f"2<sup>{log2:.3g}</sup>"
 
 
 def _colors(log2: Floats, low: float, high: float) -> npt.NDArray[np.uint8]:
@@ -122,14 +130,11 @@ def _colors(log2: Floats, low: float, high: float) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _image(pixels: npt.NDArray[np.uint8], side: int, what: str) -> str:
+def _image(pixels: npt.NDArray[np.uint8], what: str) -> str:
+    # of its own size: a page that scales an image blurs it, and Jupyter removes the style that says not to
     data = base64.b64encode(png(pixels)).decode("ascii")
-    height, width = (n * side for n in pixels.shape[:2])
-    style = "image-rendering:pixelated;display:inline-block;margin:0 4px 0 0;vertical-align:top;max-width:none"
-    return (
-        f'<img src="data:image/png;base64,{data}" width="{width}" height="{height}" style="{style}" '
-        f'alt="{escape(what)}">'
-    )
+    style = "display:inline-block;margin:0 4px 0 0;vertical-align:top;max-width:none"
+    return f'<img src="data:image/png;base64,{data}" style="{style}" alt="{escape(what)}">'
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:

@@ -34,6 +34,9 @@ LIGHTEST = 0.8
 LINK = "0.75"
 """Grey of the lines that join names to points: lighter than any point."""
 
+TICKS = 1.04
+"""Least ratio of bits per element that are both written on an axis."""
+
 FLOOR = 1000
 """Ratio of the largest error of a product that is drawn to the smallest."""
 
@@ -151,14 +154,23 @@ def plot_points(
         ax.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, zorder=1)
         costs = [bits for _, bits, _ in placed]
         ax.set_xlim(min(costs) / 1.15, max(costs) * 1.15)
-        ax.set_xticks(sorted({2.0**round(math.log2(bits)) for bits in costs}))
+        ax.set_xticks(_apart(costs), [f"{bits:.3g}" for bits in _apart(costs)])
+        ax.set_xticks([], minor=True)
     ax.set_ylim(min(levels) - margin, top)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _label(ax, placed)
     ax.set(xlabel="bits per element, scales and padding included", ylabel=ylabel)
     if lost:
         ax.text(0, -0.2, f"no SQNR: {', '.join(lost)}", transform=ax.transAxes, fontsize="small")
     return ax
+
+
+def _apart(costs: Sequence[float]) -> list[float]:
+    """The costs from the smallest on, those left out that are nearer than TICKS to the one before."""
+    kept: list[float] = []
+    for bits in sorted(costs):
+        if not kept or bits > TICKS * kept[-1]:
+            kept.append(bits)
+    return kept
 
 
 def _label(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
@@ -264,7 +276,8 @@ def plot_groups(g: GroupedArray, *, ax: Axes | None = None) -> Axes:
     if padded is not None and (padded > sizes).any():
         ax.bar(places, padded - sizes, bottom=sizes, color="white", edgecolor="black", hatch="////",
                label=f"alignment to {array.alignment}")
-        ax.legend()
+        ax.set_ylim(top=1.25 * padded.max())  # room for the legend
+        ax.legend(ncols=2)
     for place in places[sizes == 0]:
         ax.annotate("0", (place, 0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize="small")
     ax.set(xlabel="group", ylabel=f"{what} of the group")
