@@ -218,7 +218,7 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     returns  the axes: blocks along k against rows, log2 of the scale as colour
 
     A scale that is zero or NaN is hatched and counted in the title. Of more than 1024 rows or blocks every n-th is
-    drawn, n in the labels. Raises TypeError for what is no part, ValueError for one without scales.
+    drawn, as the labels then say. Raises TypeError for what is no part, ValueError for one without scales.
     """
     given: Any = part
     if isinstance(given, HybridArray):
@@ -239,7 +239,7 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     image = ax.imshow(values, cmap="cividis", aspect="auto", interpolation="nearest", extent=(0, blocks, rows, 0))
     ax.figure.colorbar(image, ax=ax, label="log2 of the scale")
     size = storage.block or part.shape
-    every = [f", every {n}th drawn" if n > 1 else "" for n in sample.steps]
+    every = [f", 1 of {n} drawn" if n > 1 else "" for n in sample.steps]
     ax.set(xlabel=f"block along k (of {size[1]} elements{every[1]})",
            ylabel=f"row of scales (of {size[0]} row{'s' * (size[0] != 1)}{every[0]})")
     counts = ((int(np.isneginf(sample.log2).sum()), "zero"), (int(np.isnan(sample.log2).sum()), "NaN"))
@@ -264,7 +264,7 @@ def plot_groups(g: GroupedArray, *, ax: Axes | None = None) -> Axes:
     array = g.to_host()
     _, part = next(array.parts())
     ax = _axes(ax, (7, 3.5))
-    if array.ragged is None or isinstance(part, ScatteredPart):
+    if array.ragged is None or isinstance(part, ScatteredPart):  # differ along both axes
         sizes, padded, what, capacity = array.rows.values * array.columns.values, None, "elements", None
     else:
         ragged = array.ragged
