@@ -178,10 +178,8 @@ def conf() -> Any:
 
 
 def test_docstrings_become_definition_lists() -> None:
-    lines = [
-        "Draw `a * b` of x_.", "", "x, y   (..., k) *float*", "       array", "ax     axes", "More text.", "", "    code",
-    ]
-    assert list(conf().as_restructured(lines)) == [
+    text = "Draw `a * b` of x_.\n\nx, y   (..., k) *float*\n       array\nax     axes\nMore text.\n\n    code"
+    assert list(conf().as_restructured(text.splitlines())) == [
         r"Draw ``a * b`` of x\_.", "", "", "``x, y``", r"    (..., k) \*float\*", "    array", "``ax``", "    axes", "",
         "More text.", "", "::", "", "    code",
     ]
