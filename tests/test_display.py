@@ -194,3 +194,18 @@ def test_spread_takes_the_first_and_the_last(count: int) -> None:
     taken = list(display.spread(range(count)))
     assert len(taken) == min(count, display.MEMBERS) and taken == sorted(set(taken))
     assert not count or (taken[0], taken[-1]) == (0, count - 1)
+
+
+@pytest.mark.gpu
+def test_cards_of_cupy_arrays_show_the_pictures_of_numpys() -> None:
+    cupy = pytest.importorskip("cupy")
+    for name in hq.FORMATS:
+        ours, theirs = (hq.quantize(x, rowwise=name, columnwise=name) for x in (X, cupy.asarray(X)))
+        for a, b in zip(decoded(ours._repr_html_()), decoded(theirs._repr_html_()), strict=True):
+            assert np.array_equal(a, b)
+        assert "cuda:0" in theirs._repr_html_()
+    sizes = [20, 0, 50]
+    on_host = hq.grouped_quantize(X, sizes, rowwise="mxfp8", columnwise="nvfp4")
+    grouped = hq.grouped_quantize(cupy.asarray(X), cupy.asarray(sizes, np.int32), rowwise="mxfp8", columnwise="nvfp4")
+    for a, b in zip(decoded(on_host._repr_html_()), decoded(grouped._repr_html_()), strict=True):
+        assert np.array_equal(a, b)
