@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ import cupy  # noqa: TID253  this module is imported only once a CuPy array has 
 import numpy as np
 from cupy.cuda import alloc, get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
-from cupy_backends.cuda.api.runtime import getDevice, memsetAsync
+from cupy_backends.cuda.api.runtime import CUDARuntimeError, getDevice, memsetAsync, setDevice
 
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
@@ -52,9 +52,15 @@ class Kernel:
 
 
 class _Local(threading.local):
-    """This thread's copy of a kernel's argument, and the array of one pointer that the driver reads."""
+    """This thread's copy of a kernel's argument, and the array of one pointer that the driver reads.
+
+    Made once in a thread, which then has a context as well: the driver launches in none but the current one, and a
+    thread that has only asked for its device (autograd's) has none yet.
+    """
 
     def __init__(self) -> None:
+        with suppress(CUDARuntimeError):  # no GPU: nothing will be launched, and what is tried says so
+            setDevice(getDevice())
         buffer = ctypes.create_string_buffer(512)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self.argument = buffer, ctypes.addressof(self.pointers)
@@ -85,9 +91,14 @@ def _raw_kernel(source: loader.Source, shared_bytes: int, device: int) -> Any:
     return raw
 
 
-def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
+def kernel_of(launch: traits.Launch, grid: tuple[int, int, int], device: int) -> Kernel:
+    """A kernel on a device, compiled for it where it was not before, and how it is launched."""
     raw = _raw_kernel(launch.source, launch.shared_bytes, device)
-    return Kernel(raw, (raw.kernel.ptr, *geometry.grid(launch.tile, m, k), geometry.THREADS, 1, 1, launch.shared_bytes))
+    return Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
+
+
+def _kernel(launch: traits.Launch, m: int, k: int, device: int) -> Kernel:
+    return kernel_of(launch, geometry.grid(launch.tile, m, k), device)
 
 
 def stream_of(device: int) -> int:

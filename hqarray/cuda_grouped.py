@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import alloc, alloc_pinned_memory  # noqa: TID253
 from cupy_backends.cuda.api.runtime import getDevice, memcpyAsync, memsetAsync, streamIsCapturing
 
-from .cuda import MOST_PLANS, Kernel, _narrowed, _on_device_of, _raw_kernel, stream_of
+from .cuda import MOST_PLANS, Kernel, _narrowed, _on_device_of, kernel_of, stream_of
 from .formats import Format
 from .grouped_parts import GroupedPart, layout_of, with_sizes
 from .groups import SIZE_KINDS, GroupedLayout, Sizes, Span, code_span, scale_span
@@ -23,9 +23,13 @@ from .layout import Array
 from .rawkernels import geometry, traits
 
 # Structs of the kernels: every field takes eight bytes.
-_QUANTIZE = struct.Struct("=36q")
-_AMAX = struct.Struct("=12q")
+_MEMBERS = struct.Struct("=14q")
+_QUANTIZE = struct.Struct("=32q")
+_AMAX = struct.Struct("=7q")
 _DEQUANTIZE = struct.Struct("=17q")
+
+MEMBER_BYTES = 80
+"""A line of the table of members: `Member<3>` of member.cuh."""
 
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
@@ -36,7 +40,7 @@ MOST_ROWS = (1 << 31) - (1 << 20)
 """Kernels count the rows of a group in 32 bits."""
 
 _captured: list[Any] = []
-"""Sizes that a captured graph reads; never freed, since the graph may be replayed at any time."""
+"""Sizes and tables that a captured graph reads; never freed, since the graph may be replayed at any time."""
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -71,9 +75,7 @@ def groups_of(sizes: Sizes) -> Groups:
 
 
 def _kernel(launch: traits.Launch, capacity: int, num_groups: int, k: int, device: int) -> Kernel:
-    raw = _raw_kernel(launch.source, launch.shared_bytes, device)
-    grid = geometry.grouped_grid(launch.tile, capacity, num_groups, k)
-    return Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))
+    return kernel_of(launch, geometry.grouped_grid(launch.tile, capacity, num_groups, k), device)
 
 
 # --- quantize -----------------------------------------------------------------------------------
@@ -142,12 +144,47 @@ Parts: TypeAlias = tuple[GroupedPart | None, GroupedPart | None]
 
 
 @dataclass(frozen=True, slots=True)
+class _Members:
+    """The kernel that writes the table of members, which those after it read: a line a row tile.
+
+    spans  divide and multiple of row scales, column codes and column scales
+    """
+
+    kernel: Kernel
+    tiles: int
+    spans: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Sizes, row: Format | None, column: Format | None, tile: geometry.Tile, device: int) -> _Members:
+        launch = traits.members_launch()
+        _, y, z = geometry.grouped_grid(tile, rows.capacity, rows.num_groups, 1)
+        tiles = y * z  # the last layer of the grid is whole
+        kernel = kernel_of(launch, (-(-tiles // launch.tile.rows), 1, 1), device)
+        spans = (
+            None if row is None else scale_span(row.storage, "outer", 8),
+            None if column is None else code_span(column.storage, "k", 8, 1),
+            None if column is None else scale_span(column.storage, "k", 8),
+        )
+        numbers = (n for span in spans for n in ((1, 1) if span is None else (span.divide, span.multiple)))
+        return _Members(kernel, tiles, tuple(numbers))
+
+    def find(self, stream: int, rows: Sizes) -> Any:
+        """The table, once the stream is there; sizes are read on the device."""
+        table = alloc(self.tiles * MEMBER_BYTES)
+        if streamIsCapturing(stream):
+            _captured.append(table)
+        self.kernel.launch(stream, _MEMBERS, *groups_of(rows), table.ptr, self.tiles, *self.spans)
+        return table
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """One call of quantize_groups but for its pointers and sizes; segments are those of both parts."""
 
     device: int
     capacity: int
     k: int
+    members: _Members
     kernel: Kernel
     amax: Kernel | None
     rows: _Part | None
@@ -164,7 +201,8 @@ class _Plan:
         noop: Array | None = None, *, zeros_rest: bool,
     ) -> None:
         """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_groups."""
-        stream, groups, capacity, k = stream_of(self.device), groups_of(rows), self.capacity, self.k
+        stream, capacity, k = stream_of(self.device), self.capacity, self.k
+        table = self.members.find(stream, rows)  # memory of this stream, which is not reused before these kernels end
         flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
         rowwise, columnwise = parts
         if self.amax is not None:
@@ -174,13 +212,13 @@ class _Plan:
                 part = rowwise if rowwise is not None and rowwise.has_amax else columnwise
                 whole_pointer = part.memory.ptr + part.layout.work_offset  # type: ignore[union-attr]
                 memsetAsync(whole_pointer, 0, 4 * rows.num_groups, stream)
-                self.amax.launch(stream, _AMAX, pointer, row_bytes, capacity, k, whole_pointer, flag, *groups)
+                self.amax.launch(stream, _AMAX, pointer, row_bytes, capacity, k, whole_pointer, flag, table.ptr)
                 measured = 1
         self.kernel.launch(
             stream, _QUANTIZE, pointer, row_bytes, capacity, k, whole_pointer, flag,
             *(_NO_OUTPUT if rowwise is None else self.rows.output(rowwise)),  # type: ignore[union-attr]
             *(_NO_OUTPUT if columnwise is None else self.columns.output(columnwise)),  # type: ignore[union-attr]
-            measured, capacity, k, *groups, *self.segments, zeros_rest,
+            measured, capacity, k, table.ptr, rows.num_groups, *self.segments, zeros_rest,
         )
 
 
@@ -194,7 +232,8 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None)
     plan = _plans.get(key)
     if plan is None:
         place = (rows.capacity, rows.num_groups, k, device)
-        kernel = _kernel(traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True), *place)
+        launch = traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True)
+        kernel, members = _kernel(launch, *place), _Members.of(rows, row, column, launch.tile, device)
         amax = None
         if any(format is not None and format.measures_amax for format in (row, column)):
             amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)
@@ -203,7 +242,7 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None)
         own, other = (None if format is None else _Part.of(format, rows, k, columnwise=columnwise)
                       for format, columnwise in ((row, False), (column, True)))
         segments = (n for part in (own, other) for n in (_NO_SEGMENTS if part is None else part.segments))
-        plan = _plans[key] = _Plan(device, rows.capacity, k, kernel, amax, own, other, tuple(segments))
+        plan = _plans[key] = _Plan(device, rows.capacity, k, members, kernel, amax, own, other, tuple(segments))
     return plan
 
 

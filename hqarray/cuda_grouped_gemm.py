@@ -19,10 +19,11 @@ from cupy_backends.cuda.api.runtime import getDevice, memsetAsync, streamIsCaptu
 
 from . import cublaslt, cublaslt_grouped, cuda, gemm
 from .cublaslt_grouped import Arrays, Plan, Product, Unavailable
+from .cuda import kernel_of
 from .cuda_calls import Scratch, _captured, _constants, workspace
 from .cuda_gemm import MOST_CALLS, _name, chip_of
 from .cuda_grouped import Groups, groups_of
-from .cuda_grouped_sides import OUT, SCRATCH, A, B, Decode, Rows, Side, Target, kernel_of, side_of, uniform
+from .cuda_grouped_sides import OUT, SCRATCH, A, B, Decode, Rows, Side, Target, side_of, uniform
 from .grouped_gemm import Request
 from .grouped_parts import GroupedPart
 from .groups import Sizes

@@ -6,7 +6,8 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import cublaslt_grouped, cuda
+from . import cublaslt_grouped
+from .cuda import kernel_of
 from .cuda_calls import Scratch
 from .cuda_grouped import Groups
 from .formats import Storage
@@ -160,8 +161,3 @@ def _scale_pitch(storage: Storage, axis: Axis, scales: Span | None) -> int:
     is_block_major = storage.block[0] == 1
     itemsize = 4 if storage.scale == "float32" else 1
     return scales.nbytes // itemsize if is_block_major == (axis == "k") else 0
-
-
-def kernel_of(launch: traits.Launch, grid: tuple[int, int, int], device: int) -> cuda.Kernel:
-    raw = cuda._raw_kernel(launch.source, launch.shared_bytes, device)
-    return cuda.Kernel(raw, (raw.kernel.ptr, *grid, geometry.THREADS, 1, 1, launch.shared_bytes))

@@ -10,7 +10,7 @@ struct AmaxArguments {
     u32* whole;
     const u32* noop;
 #if GROUPED
-    Groups groups;
+    const Member<3>* table;
 #endif
 };
 
@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_amax(co
     if (a.noop && *a.noop << 1) return;  // -0.0f is zero
     Place p;
 #if GROUPED
-    __shared__ Member<0> member;
-    if (threadIdx.x < 32) find_member<TILE_ROWS>(a.groups, row_tile(), member);
+    __shared__ Member<3> member;
+    if (threadIdx.x < 32) load_member(a.table, row_tile(), member);
     __syncthreads();
     if (member.index < 0) return;
     place(p, member.tile, blockIdx.x, member.size, a.k);

@@ -91,6 +91,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
 
 def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) -> Iterator[Specialisation]:
     """The kernels over many matrices, for bfloat16 rows on 16 bytes."""
+    yield Specialisation("members of groups", traits.members_launch().source, True)
     yield Specialisation("amax of groups", traits.amax_launch("bfloat16", True, grouped=True).source, True)
     for name, row in formats:
         source = traits.quantize_launch(row, row, "bfloat16", True, grouped=True).source

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(
     __shared__ Member<3> member;
     __shared__ DecodeArguments own;
     if (threadIdx.x < 32) {
-        find_member<RAGGED_K ? TILE_COLUMNS : TILE_ROWS, Codes, Scales, Span<1, 8>>(g.groups, RAGGED_K ? blockIdx.x : row_tile(), member);
+        find_member<RAGGED_K ? TILE_COLUMNS : TILE_ROWS>(g.groups, RAGGED_K ? blockIdx.x : row_tile(), member, Codes{}, Scales{}, Span<1, 8>{});
         if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
     }
     __syncthreads();

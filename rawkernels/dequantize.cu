@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequant
     __shared__ Member<2> member;
     __shared__ DequantizeArguments own;
     if (threadIdx.x < 32) {
-        find_member<TILE_ROWS, Codes, Scales>(g.groups, row_tile(), member);
+        find_member<TILE_ROWS>(g.groups, row_tile(), member, Codes{}, Scales{});
         if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
     }
     __syncthreads();

@@ -19,6 +19,13 @@ HQ_FN i64 sum_before(i64 value, i64& total) {  // over the lanes before this one
 HQ_FN i64 row_tile() { return blockIdx.y + i64(blockIdx.z) * gridDim.y; }
 HQ_FN i64 row_tiles() { return i64(gridDim.y) * gridDim.z; }
 
+// This tile's line of what members.cu wrote, to shared memory, by the first warp.
+HQ_FN void load_member(const Member<3>* table, i64 tile, Member<3>& member) {
+    constexpr int words = sizeof(Member<3>) / 8;
+    if (threadIdx.x < words) reinterpret_cast<i64*>(&member)[threadIdx.x] = __ldg(reinterpret_cast<const long long*>(table + tile) + threadIdx.x);
+    __syncwarp();
+}
+
 // Zeros from byte `from`, on 16, to byte `to`: this block's share of what the blocks behind the last member do.
 HQ_FN void zero_share(void* base, i64 from, i64 to, i64 share, i64 shares) {
     uint4* vectors = static_cast<uint4*>(base);

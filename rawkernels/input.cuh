@@ -133,6 +133,13 @@ struct Patch {
         return at(row, column);
     }
 
+    HQ_FN void clear() {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int w = 0; w < words; ++w) word[i][w] = 0;
+    }
+
     // rows: how many of the 8 exist; columns: likewise, counted up to 16. What does not exist is zero.
     // ALIGNED: every row starts on 16 bytes. Otherwise rows start anywhere on an element.
     template <bool ALIGNED>

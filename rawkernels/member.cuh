@@ -37,6 +37,13 @@ template <int DIVIDE, int MULTIPLE>
 struct Span {
     static HQ_FN u32 of(u32 size) { return ((size + DIVIDE - 1) / DIVIDE + MULTIPLE - 1) / MULTIPLE * MULTIPLE; }
 };
+struct AnySpan {  // the same, known at run time
+    i64 divide, multiple;
+    HQ_FN u32 of(u32 size) const {
+        const u32 d = u32(divide), m = u32(multiple);
+        return ((size + d - 1) / d + m - 1) / m * m;
+    }
+};
 
 template <int SPANS>
 struct Member {
@@ -59,7 +66,7 @@ HQ_FN u32 sum_up_to(u32 value) {
 
 // A run of members each lane.
 template <int KIND, int ROWS, class... Spans>
-HQ_FN void find_among(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found) {
+HQ_FN void find_among(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found, Spans... span) {
     constexpr int spans = sizeof...(Spans);
     const u32 lane = threadIdx.x & 31, count = u32(g.count), capacity = u32(g.capacity), run = (count + 31) / 32;
     const u32 first = lane * run < count ? lane * run : count, last = first + run < count ? first + run : count;
@@ -108,7 +115,7 @@ HQ_FN void find_among(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found
         for (u32 i = first; i < last && i < index; ++i) {
             const u32 given = g.size_as<KIND>(i), size = given < capacity - at ? given : capacity - at;
             int s = 0;
-            ((sums[s++] += Spans::of(size)), ...);
+            ((sums[s++] += span.of(size)), ...);
             at = g.after(at, given);
         }
 #pragma unroll
@@ -119,24 +126,24 @@ HQ_FN void find_among(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found
 
 // Members that are all alike.
 template <int ROWS, class... Spans>
-HQ_FN void find_alike(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found) {
+HQ_FN void find_alike(const Groups& g, u32 tile, Member<sizeof...(Spans)>& found, Spans... span) {
     const u32 each = g.size_as<EACH>(0), own = (each + ROWS - 1) / ROWS, all = own * u32(g.count);
     const bool exists = tile < all;
     const u32 index = exists ? tile / own : u32(g.count);
     found = {exists ? i64(index) : -1, i64(index) * each, exists ? each : 0, exists ? each : g.capacity - i64(index) * each,
              exists ? tile - index * own : tile - all, exists ? own : all, {}};
     int s = 0;
-    ((found.before[s++] = i64(index) * Spans::of(each)), ...);
+    ((found.before[s++] = i64(index) * span.of(each)), ...);
 }
 
 // By one warp; one of its lanes writes what is found.
 template <int ROWS, class... Spans>
-HQ_FN void find_member(const Groups& g, i64 tile, Member<sizeof...(Spans)>& found) {
+HQ_FN void find_member(const Groups& g, i64 tile, Member<sizeof...(Spans)>& found, Spans... span) {
     if (g.kind == EACH) {
-        if ((threadIdx.x & 31) == 0) find_alike<ROWS, Spans...>(g, u32(tile), found);
-    } else if (g.kind == INT64_SIZES) find_among<INT64_SIZES, ROWS, Spans...>(g, u32(tile), found);
-    else if (g.kind == INT32_SIZES) find_among<INT32_SIZES, ROWS, Spans...>(g, u32(tile), found);
-    else find_among<INT32_ENDS, ROWS, Spans...>(g, u32(tile), found);
+        if ((threadIdx.x & 31) == 0) find_alike<ROWS>(g, u32(tile), found, span...);
+    } else if (g.kind == INT64_SIZES) find_among<INT64_SIZES, ROWS>(g, u32(tile), found, span...);
+    else if (g.kind == INT32_SIZES) find_among<INT32_SIZES, ROWS>(g, u32(tile), found, span...);
+    else find_among<INT32_ENDS, ROWS>(g, u32(tile), found, span...);
     __syncwarp();
 }
 

@@ -6,8 +6,8 @@
 // outside X is read as zero. Generated before this text: Input, Row, Column (traits of two formats), SAME_FORMAT, TILE_ROWS,
 // TILE_COLUMNS, ALIGNED, SHARED_BYTES, GROUPED.
 //
-// GROUPED: X is many matrices, their rows stacked; blocks, scales and padding begin anew with each. A block finds its
-// member, and from there on it is that one's matrix. Generated as well: RowScales, ColumnCodes, ColumnScales (Spans).
+// GROUPED: X is many matrices, their rows stacked; blocks, scales and padding begin anew with each. A block reads its
+// member from a table, and from there on it is that one's matrix. Generated as well: RowScales, ColumnScales (Spans).
 #include "group.cuh"
 #include "scale.cuh"
 #include "turn.cuh"
@@ -42,7 +42,8 @@ struct Segments {  // of one part of a group, bytes
 
 struct GroupedArguments {
     Arguments all;
-    Groups groups;
+    const Member<3>* table;  // of members.cu, a line a row tile
+    i64 count;
     Segments row, column;
     i64 zeros_rest;  // whether what lies behind the last member is zeroed
 };
@@ -150,7 +151,7 @@ template <class F, int DOWN>
 HQ_FN void store_bytes(const LineScales<F, Input>& scales, const Arguments& a, const Output& out, const Place& p) {
     typedef Direction<DOWN> D;
     if (D::lane(p) % (F::block_columns / 8)) return;
-    if (!p.full && (D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch)) return;
+    if (!p.inside && (D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch)) return;
     constexpr int tile_blocks = D::tile_length / F::block_columns;
     const u8* tile = out.scales + D::along_tile(p) * tile_blocks * out.scale_pitch + D::line_tile(p) * D::tile_lines;
     char* target = line_at(tile, D::along(p) / F::block_columns, u32(out.scale_pitch >> 4)) + D::line(p);
@@ -184,7 +185,7 @@ struct Sink {
             pitch16 = u32(out.pitch16);
             const u8* tile = out.codes + p.tile_row * TILE_ROWS * 16 * out.pitch16 + p.tile_column * TILE_COLUMNS * words / 2;
             target = line_at(tile, p.row, pitch16) + p.column * words / 2;
-            if (!p.full) {
+            if (!p.inside) {
                 const i64 byte = p.column0 * words / 2, pitch = i64(out.pitch16) * 16;
                 second = byte + 16 < pitch;
                 lines = byte < pitch ? count_of(rows, p.row0, 8) : 0;
@@ -350,7 +351,9 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
 HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     constexpr bool tables = Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL;
     Patch<Input> patch;  // its loads are under way while the table is made
-    load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
+    const bool idle = GROUPED && p.warp_row0 >= a.rows;  // nothing of what this warp holds is written
+    if (idle) patch.clear();
+    else load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
     if constexpr (tables) {
         typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
         shared.table[0].fill<First>(threadIdx.x, *a.whole);
@@ -364,7 +367,7 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
 
     if constexpr (TURNED) {
-        quantize_square<Row>(patch, a, p, shared);
+        if (!idle) quantize_square<Row>(patch, a, p, shared);
         __syncthreads();
         store_columns<Column>(a, p, shared);
         return;
@@ -372,9 +375,9 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     // Run-time branches keep the two directions in separate basic blocks: without them ptxas shares the unpacked
     // patch between them and spills.
     if constexpr (Row::present)
-        if (a.row.codes) quantize_lines<Row, 0>(patch, a, a.row, p, shared);
+        if (!idle && a.row.codes) quantize_lines<Row, 0>(patch, a, a.row, p, shared);
     if constexpr (Column::present) {
-        if (a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared);
+        if (!idle && a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared);
         __syncthreads();
         store_columns<Column>(a, p, shared);
     }
@@ -437,13 +440,13 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     if (g.all.noop && *g.all.noop << 1) return;  // -0.0f is zero
 
     if (blockIdx.x == 0 && row_tile() == 0) {
-        for (i64 i = threadIdx.x; i < g.groups.count; i += THREADS) {
+        for (i64 i = threadIdx.x; i < g.count; i += THREADS) {
             if constexpr (Row::present) store_scalars<Row>(g.all, g.all.row, i);
             if constexpr (Column::present) store_scalars<Column>(g.all, g.all.column, i);
         }
     }
     if (threadIdx.x < 32) {
-        find_member<TILE_ROWS, RowScales, ColumnCodes, ColumnScales>(g.groups, g.all.reversed ? row_tiles() - 1 - row_tile() : row_tile(), shared.member);
+        load_member(g.table, g.all.reversed ? row_tiles() - 1 - row_tile() : row_tile(), shared.member);
         if (threadIdx.x == 0 && shared.member.index >= 0) shared.own = arguments_of(g, shared.member);
     }
     __syncthreads();

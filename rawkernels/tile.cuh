@@ -18,7 +18,8 @@ struct Place {
     int row, column;        // in the tile
     i64 tile_row, tile_column;
     i64 row0, column0;      // in X
-    bool full;              // the whole tile lies in X
+    i64 warp_row0;          // of this warp
+    bool full, inside;      // the whole tile lies in X; what this warp holds of it does
 };
 
 // base + line * 16 * pitch16 in one instruction; a line of up to 64 GiB.
@@ -66,6 +67,9 @@ HQ_FN void place(Place& p, i64 tile_row, i64 tile_column, i64 m, i64 k) {
     p.tile_row = tile_row; p.tile_column = tile_column;
     p.full = (tile_row + 1) * TILE_ROWS <= m && (tile_column + 1) * TILE_COLUMNS <= k;
     p.row0 = tile_row * TILE_ROWS + p.row; p.column0 = tile_column * TILE_COLUMNS + p.column;
+    p.warp_row0 = tile_row * TILE_ROWS + p.down * LANES_DOWN * 8;
+    // Where members end anywhere, most warps of a tile that is not full are; elsewhere such tiles are few.
+    p.inside = GROUPED ? p.warp_row0 + LANES_DOWN * 8 <= m && (tile_column + 1) * TILE_COLUMNS <= k : p.full;
 }
 
 // False where the tile lies beyond the last row: the grid's y and z together count row tiles.
@@ -93,7 +97,7 @@ HQ_FN int count_of(i64 end, i64 at, int most) { return end - at < most ? int(end
 template <bool ALIGNED_ROWS, class In>
 HQ_FN void load_patch(Patch<In>& patch, const Place& p, const char* values, i64 row_bytes, i64 m, i64 k) {
     const char* tile = values + p.tile_row * TILE_ROWS * row_bytes + p.tile_column * TILE_COLUMNS * In::size;
-    if (ALIGNED_ROWS && p.full) {
+    if (ALIGNED_ROWS && p.inside) {
         const char* first = tile + p.column * In::size;
         const int row16 = int(row_bytes >> 4);
 #pragma unroll

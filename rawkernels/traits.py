@@ -119,7 +119,7 @@ def _tile(tile: Tile, aligned: bool, min_blocks: int, before_sm_89: int | None =
     )
 
 
-_TILE_CONSTANTS = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+_TILE_CONSTANTS = "#define GROUPED 0\ntypedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
 """For kernels with tiles of their own that use what tile.cuh holds besides."""
 
 
@@ -150,7 +150,6 @@ def quantize_launch(
     blocks = 3 if tile is geometry.WIDE else geometry.min_blocks(dtype, aligned, shared)
     spans = {
         "RowScales": None if row is None else scale_span(row.storage, "outer", 8),
-        "ColumnCodes": None if column is None else code_span(column.storage, "k", 8, 1),
         "ColumnScales": None if column is None else scale_span(column.storage, "k", 8),
     }
     text = (
@@ -186,15 +185,15 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
 
 def narrow_launch() -> Launch:
     """The kernel that rounds float64 to float32, over a matrix of one row."""
-    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
-    return Launch(Source("narrow.cu", "hq_narrow", text), geometry.NARROW_TILE, 0)
+    return Launch(Source("narrow.cu", "hq_narrow", _TILE_CONSTANTS), geometry.NARROW_TILE, 0)
 
 
 def transpose_launch(storage: Storage) -> Launch:
     """The kernel that moves the codes of a transposable format's part."""
     tile = geometry.SQUARE
     shared = geometry.dequantize_shared_bytes(tile, storage, True)
-    text = "typedef BFloat16 Input;\n" + _tile(tile, True, 2) + storage_traits("Part", storage) + "};\n"
+    text = "typedef BFloat16 Input;\n" + _tile(tile, True, 2) + _grouped(False)
+    text += storage_traits("Part", storage) + "};\n"
     return Launch(Source("transpose.cu", "hq_transpose", text), tile, shared)
 
 
@@ -248,9 +247,15 @@ def finish_launch(finish: Finish) -> Launch:
         f"typedef {wide(finish.aux or 'float32')} Aux;\n"
         f"constexpr bool HAS_BIAS = {_cpp(finish.bias is not None)}, HAS_AUX = {_cpp(finish.aux is not None)}, "
         f"GELU = {_cpp(finish.gelu)}, ACCUMULATE = {_cpp(finish.accumulate)}, SCALED = {_cpp(finish.scaled)};\n"
-        f"constexpr int ROWS = {tile.rows};\n" + _TILE_CONSTANTS + _grouped(finish.grouped)
+        f"constexpr int ROWS = {tile.rows};\ntypedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+        + _grouped(finish.grouped)
     )
     return Launch(Source("finish.cu", "hq_finish", text), tile, 0)
+
+
+def members_launch() -> Launch:
+    """The kernel that finds the member of each row tile of a group, a warp a tile."""
+    return Launch(Source("members.cu", "hq_members", _TILE_CONSTANTS), Tile(geometry.THREADS // 32, 1), 0)
 
 
 def group_gemm_launch() -> Launch:

@@ -196,6 +196,18 @@ def test_other_threads_launch_at_the_same_time(cupy):
                 testing.assert_bitwise_equal(array, expected)
 
 
+def test_a_thread_without_a_context_launches(cupy):
+    from threading import Thread
+
+    x = testing.matrix("gauss", (96, 160), BFLOAT16)
+    values, made = cupy.asarray(x), []
+    hq.quantize(values, rowwise="mxfp8").dequantize()  # compiled, and memory of the same sizes is in the pool
+    thread = Thread(target=lambda: made.append(hq.quantize(values, rowwise="mxfp8")))
+    thread.start()
+    thread.join()
+    testing.assert_bitwise_equal(made[0], hq.quantize(x, rowwise="mxfp8"))
+
+
 def test_an_array_is_pickled_and_copied(cupy):
     import pickle
 

@@ -28,7 +28,7 @@ def warm(machine, monkeypatch):  # noqa: F811
     for name, value in {
         "_plans": {}, "stream_of": lambda device: 9, "alloc": lambda nbytes: SimpleNamespace(ptr=1 << 40, device_id=0),
         "memsetAsync": lambda *values: machine.memsets.append(values), "getDevice": lambda: 0,
-        "_kernel": lambda launch, *place: machine.kernels.kernel(launch, place[:3], place[3]),
+        "kernel_of": machine.kernels.kernel,
         "_uploaded": lambda host, device, stream: (on_device(hash(host)), None),
         "streamIsCapturing": lambda stream: False,
     }.items():

@@ -118,7 +118,7 @@ def others(sizes, alignment, total):
 @named("stored", [*SIZES.values(), [-5, 40, 10**6, 7], [1 << 30] * 3, [300, 1, -7, 0, 2]],
        ids=[*SIZES, "negative", "too many", "mixed"])
 def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignment):
-    from hqarray import cuda, cuda_grouped_gemm, cuda_grouped_sides
+    from hqarray import cuda, cuda_grouped_gemm
     from hqarray.rawkernels import geometry, traits
 
     count, capacity = len(stored), int(rows_of([max(0, n) for n in stored], alignment)[-1])
@@ -134,7 +134,7 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
         rest = cupy.full((groups[4] + 2, 8), -1, np.int16)
         constants = (ragged, 33, 40, 136, 8, 3, 48)
         launch, grid = traits.group_gemm_launch(), geometry.setup_grid(True)
-        kernel = cuda_grouped_sides.kernel_of(launch, grid, cupy.cuda.Device().id)
+        kernel = cuda.kernel_of(launch, grid, cupy.cuda.Device().id)
         kernel.launch(cuda.stream_of(cupy.cuda.Device().id), cuda_grouped_gemm._SET_UP, *groups,
                       *(n for target in targets for n in target), *constants, arrays.data.ptr, rest.data.ptr, 16)
         pointers, dimensions = arrays_of(groups, targets, *constants, device.get())

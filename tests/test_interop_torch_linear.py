@@ -160,6 +160,7 @@ def test_gradients_are_finite_differences_of_the_fake_quantized_function(recipe,
     y = hqt.linear(x, w, recipe)
     dx, dw = torch.autograd.grad(y, (x, w), dy.detach())
     formats, exact = hq.as_recipe(recipe), [host(t) for t in (x, w, dy)]
+    atol = 1e-4 if device == "cpu" else 2e-3  # FP8 tensor cores keep 13 bits of the largest product: here up to 8
 
     def fake(values, role, direction):
         format = formats[role][direction]
@@ -173,9 +174,9 @@ def test_gradients_are_finite_differences_of_the_fake_quantized_function(recipe,
     for name, (gradient, other, outer, shape) in products.items():
         at = np.zeros(shape)
         wanted = differences(lambda v, o=other, d=outer: float((d * (v @ o.T)).sum()), at, 1.0)
-        np.testing.assert_allclose(host(gradient), wanted, rtol=1e-5, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(host(gradient), wanted, rtol=1e-5, atol=atol, err_msg=name)
     forward = fake(exact[0], "input", 0) @ fake(exact[1], "weight", 0).T
-    np.testing.assert_allclose(host(y), forward, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(host(y), forward, rtol=1e-5, atol=atol)
 
 
 # --- torch's rules ------------------------------------------------------------------------------

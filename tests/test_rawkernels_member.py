@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 ROWS = 128
 SPANS = (Span(1, 16), Span(2, 16), Span(128, 4))
+KNOWN = ", ".join(f"Span<{span.divide}, {span.multiple}>{{}}" for span in SPANS)
+ANY = ", ".join(f"AnySpan{{{span.divide}, {span.multiple}}}" for span in SPANS)
 
 WARP = """
 #include <ucontext.h>
@@ -56,7 +58,7 @@ static const Groups* groups;
 static long long first, last;
 static Member<3>* found;
 static void lane_of() {
-    for (long long tile = first; tile < last; ++tile) find_member<ROWS, SPANS>(*groups, tile, found[tile - first]);
+    for (long long tile = first; tile < last; ++tile) find_member<ROWS>(*groups, tile, found[tile - first], SPANS);
     all(0);
     if (threadIdx.x == 31) setcontext(&home);
     const int next = threadIdx.x + 1;
@@ -80,11 +82,10 @@ extern "C" void find(const Groups* g, long long from, long long to, Member<3>* o
 """
 
 
-@pytest.fixture(scope="module")
-def warp(tmp_path_factory):
+@pytest.fixture(scope="module", params=[KNOWN, ANY], ids=["spans as types", "spans as numbers"])
+def warp(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("member")
-    spans = ", ".join(f"Span<{span.divide}, {span.multiple}>" for span in SPANS)
-    (folder / "shim.cpp").write_text(WARP.replace("ROWS", str(ROWS)).replace("SPANS", spans))
+    (folder / "shim.cpp").write_text(WARP.replace("ROWS", str(ROWS)).replace("SPANS", request.param))
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{loader.SOURCES}", "shim.cpp", "-o", "shim.so"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
