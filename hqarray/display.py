@@ -56,14 +56,14 @@ def sample_scales(
 ) -> ScaleSample:
     """At most so many of the (rows, blocks) scales of a part, evenly spread and copied to the host.
 
-    global_scale  float32 (1,), multiplied in
+    global_scale  float32 (1,), or (rows,) of one a row, multiplied in
     """
     rows, blocks = (max(1, -(-n // limit)) for n, limit in zip(scales.shape, most, strict=True))
     stored = _host(scales[::rows, ::blocks])
     table = scale_values(storage.scale)
     values = (stored if table is None else table[stored]).astype(np.float64)
     if global_scale is not None:
-        values = values * _host(global_scale).astype(np.float64)
+        values = values * _host(global_scale[::rows]).astype(np.float64).reshape(-1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return ScaleSample(np.log2(values), (rows, blocks))
 

@@ -238,7 +238,7 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     values = np.ma.masked_array(sample.log2, hidden)
     image = ax.imshow(values, cmap="cividis", aspect="auto", interpolation="nearest", extent=(0, blocks, rows, 0))
     ax.figure.colorbar(image, ax=ax, label="log2 of the scale")
-    size = storage.block or part.shape
+    size = [min(sides) for sides in zip(storage.block or part.shape, part.shape, strict=True)]
     every = [f", 1 of {n} drawn" if n > 1 else "" for n in sample.steps]
     ax.set(xlabel=f"block along k (of {size[1]} elements{every[1]})",
            ylabel=f"row of scales (of {size[0]} row{'s' * (size[0] != 1)}{every[0]})")

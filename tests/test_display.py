@@ -91,6 +91,14 @@ def test_log2_of_scales_is_that_of_ml_dtypes() -> None:
         assert np.array_equal(sample.log2, np.log2(values))
 
 
+def test_a_global_scale_of_each_row_is_taken_with_its_row() -> None:
+    part = hq.quantize(np.ones((100, 32), np.float32), rowwise="nvfp4").rowwise
+    wholes = np.exp2(np.arange(100, dtype=np.float32))
+    sample = display.sample_scales(part.scales, part.format.storage, wholes)
+    alone = display.sample_scales(part.scales, part.format.storage)
+    assert np.array_equal(sample.log2 - alone.log2, np.repeat(np.arange(0, 100, 4.0)[:, None], 2, axis=1))
+
+
 class Device(nullcontext):  # type: ignore[type-arg]
     id = 0
 
