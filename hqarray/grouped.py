@@ -29,9 +29,9 @@ from .arrays import (
     describe_device,
     engine_facts,
 )
-from .display import SAMPLE, Picture, html_card, sample_scales, spread
+from .display import html_card
 from .formats import Format
-from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, read_sizes, some_sizes
+from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, picture_of_members, read_sizes, some_sizes
 from .groups import Sizes, Span, span_starts
 from .layout import Array, namespace
 
@@ -382,7 +382,7 @@ class GroupedArray:
             facts += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
         facts += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
         facts += [*engine_facts(self.parts()), ("device", describe_device(self.device))]
-        pictures = [_picture(f"{direction} scales", part) for direction, part in self.to_host().parts()]
+        pictures = [picture_of_members(f"{direction} scales", part) for direction, part in self.parts()]
         return html_card("GroupedArray", [*facts, ("bytes", describe_bytes(self.nbytes))], pictures)
 
 
@@ -410,21 +410,6 @@ def unchecked(
     set_columns(array, columns)
     set_dtype(array, dtype)
     return array
-
-
-def _picture(name: str, part: Part) -> Picture:
-    """Samples of the scales of some members that are not empty; all there are where a member has one."""
-    storage = part.format.storage
-    if storage.scale == "none" or not part.num_groups:
-        return Picture(name, ())
-    if storage.block is None and isinstance(part, GroupedPart):
-        return Picture(f"{name}, one for each member", (sample_scales(part.scales.reshape(1, -1), storage),))
-    sizes = [prod(p.shape) for p in part.parts] if isinstance(part, ScatteredPart) else part.sizes.values
-    shown = list(spread(np.flatnonzero(np.asarray(sizes)).tolist()))
-    members = [part.member(i) for i in shown]
-    most = (SAMPLE[0], max(1, SAMPLE[1] // max(1, len(shown))))
-    samples = (sample_scales(m.scales, storage, m.global_scale, most) for m in members)
-    return Picture(f"{name} of members {', '.join(map(str, shown))}", tuple(samples))
 
 
 def _describe(sizes: Sizes) -> str:

@@ -202,13 +202,17 @@ class Report:
 
         Where matplotlib is installed there is a picture for each table; else a line says how to get them.
         """
+        return _PAGE.substitute(body=self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        """What html() shows, as a part of a page."""
         studied: tuple[LayerResult | MatrixResult, ...] = (*self.layers, *self.matrices)
         drawn = find_spec("matplotlib") is not None
         pictures = [_picture(result.name, result.svg()) if drawn else "" for result in studied]
         tables = "\n".join(r.table().html() + picture for r, picture in zip(studied, pictures, strict=True))
         lines = [*self.legend(), *([] if drawn else ['pictures: pip install "hqarray[explore]", and make it again.'])]
         legend = "\n".join(f"<li>{escape(line)}</li>" for line in lines)
-        return _PAGE.substitute(tables=tables, legend=legend)
+        return f"{tables}\n<ul>\n{legend}\n</ul>"
 
 
 _NAN_LEGEND = "nan: it holds NaN where the unquantized numbers are finite, or none of those is finite."
@@ -239,10 +243,7 @@ thead th { background: var(--head); vertical-align: bottom; }
 img { display: block; max-width: 100%; background: #ffffff; margin: 0 0 2.5rem; border-radius: 4px; }
 </style></head><body>
 <h1>hqarray report</h1>
-$tables
-<ul>
-$legend
-</ul>
+$body
 </body></html>
 """)
 

@@ -28,6 +28,8 @@ def containers() -> dict[str, Any]:
         "grouped": hq.grouped_quantize(X, [20, 0, 50], rowwise="mxfp8", columnwise="fp8_e4m3"),
         "uniform": hq.GroupedArray.from_stacked(np.stack([X, X]), rowwise="nvfp4"),
         "scattered": hq.GroupedArray.from_arrays([X, X[:0], X.T], rowwise="mxfp4", columnwise="mxfp8"),
+        "grouped part": hq.grouped_quantize(X, [20, 0, 50], rowwise="nvfp4").rowwise,
+        "scattered part": hq.GroupedArray.from_arrays([X, X.T], rowwise="mxfp4").rowwise,
         "empty": hq.quantize(X[:0], rowwise="mxfp8", columnwise="nvfp4"),
         "no groups": hq.GroupedArray.from_stacked(np.zeros((0, 4, 32), np.float32), rowwise="mxfp8"),
         "empty groups": hq.grouped_quantize(X[:0], [0, 0], rowwise="mxfp8", columnwise="nvfp4"),

@@ -447,6 +447,11 @@ def test_html_draws_each_table_that_it_shows(report: Report) -> None:
         assert f">{error.format}" in pictures[-1]
 
 
+def test_in_jupyter_a_report_is_the_page_without_its_frame(report: Report) -> None:
+    part = report._repr_html_()
+    assert part in report.html() and "<html" not in part and part.count("<table") == len(report.tables())
+
+
 def test_html_without_matplotlib_says_how_to_get_pictures(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_module, "find_spec", lambda name: None)
     page = Page(report.html())
