@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hqarray as hq
+from hqarray.formats import block_name
 from hqarray.layout import part_layout
 
 README = Path(__file__).parent.parent / "README.md"
@@ -32,9 +33,10 @@ def format_table() -> str:
     ]
     for name, format in hq.FORMATS.items():
         storage = format.storage
-        block = "x".join(map(str, format.amax_block)) if format.amax_block else "matrix"
+        block = block_name(format.amax_block)
         scale = storage.scale + (", powers of two" if getattr(format.scaling, "pow2", False) else "")
-        scale += " + one float32" if storage.global_scale else ""
+        if storage.global_scale:
+            scale += " + one float32" + (" a row" if storage.global_per_row else "")
         if storage.scale == "none":
             block = scale = "-"
         nbytes = part_layout(storage, (4096, 4096)).nbytes / 4096**2

@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="convert only weights of such names, e.g. '*.mlp.*'; may be repeated")
     change.add_argument("--style", default="hqarray", metavar="|".join(convert.STYLES), choices=convert.STYLES,
                         help="tensors of the file: hqarray's own, or those of a checkpoint (default: hqarray)")
+    change.add_argument("--seed", type=int, default=0, help="of formats that round at random (default: 0)")
     change.add_argument("--force", action="store_true", help="replace OUT where there is one")
     change.set_defaults(run=_convert)
     return parser
@@ -186,13 +187,15 @@ def _info(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     try:
-        target = convert.target(options.rowwise, options.columnwise, options.style, options.match)
+        target = convert.target(options.rowwise, options.columnwise, options.style, options.match, options.seed)
         convert.refuse_same(options.source, options.written)
         if not options.force and os.path.lexists(options.written):
             raise UsageError(f"{options.written}: there is a file already; --force replaces it")
+        if os.path.isdir(options.written):
+            raise UsageError(f"{options.written}: is a directory; name a file in it")
         plan = convert.plan(options.source, target)
         if not any(wanted for *_, wanted in plan.jobs):
-            raise UsageError(f"{options.source}: no 2-D weight of a name like {' or '.join(target.match)}")
+            raise UsageError(f"{options.source}: {convert.left_out(plan)}")
         with ExitStack() as stack:
             _interrupt_when_terminated(stack)
             bar = _Bar(stack, plan.nbytes, "converting")

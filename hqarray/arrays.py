@@ -40,7 +40,7 @@ class QuantizedArray:
 
     codes         uint8 (outer, k), FP4 (outer, ceil(k / 2)), or the values where the format keeps them
     scales        float32 or uint8 (E8M0, E4M3 bits), logical shape: format.storage.num_scales(shape)
-    global_scale  float32 (1,) where the format has one, else None
+    global_scale  float32 (1,) where the format has one, (outer,) where it has one a row, else None
     amax          float32 (1,), the measured or given amax; None where none is. Decoding never reads it.
     shape         (outer, k); the columnwise part of X has the shape of X.T
     """
@@ -56,7 +56,8 @@ class QuantizedArray:
         """Somebody else's bytes as a part, without a copy: NumPy's, CuPy's, or anything's with DLPack.
 
         codes (outer, k) or FP4 (outer, ceil(k / 2)), uint8 or the float8 type itself (or the values of an
-        unquantized format), last axis contiguous; scales of the logical shape, any strides; global_scale one float32.
+        unquantized format), last axis contiguous; scales of the logical shape, any strides; global_scale one float32,
+        or of formats with one a row (outer,).
         Raises ValueError for a wrong shape, TypeError for a wrong dtype.
         """
         format = as_format(format)
@@ -79,13 +80,16 @@ class QuantizedArray:
             scales = scales.reshape(1, 1)
         _expect_shape("scales", scales, layout.num_scales, format, (outer, k))
         if storage.global_scale != (global_scale is not None):
-            needs = "needs a global_scale (one float32)" if storage.global_scale else "has no global_scale"
+            each = "one float32 for each row" if storage.global_per_row else "one float32"
+            needs = f"needs a global_scale ({each})" if storage.global_scale else "has no global_scale"
             raise ValueError(f"{format.name} {needs}")
         if global_scale is not None:
             global_scale = from_dlpack(global_scale).array
-            if global_scale.dtype != np.float32 or global_scale.size != 1:
-                raise TypeError(f"global_scale is one float32, not {global_scale.dtype} {global_scale.shape}")
-            global_scale = global_scale.reshape(1)
+            count = layout.num_global_scales
+            if global_scale.dtype != np.float32 or global_scale.size != count:
+                wanted = f"{count} float32, one for each row" if storage.global_per_row else "one float32"
+                raise TypeError(f"global_scale is {wanted}, not {global_scale.dtype} {global_scale.shape}")
+            global_scale = global_scale.reshape(count)
         return cls(format, (outer, k), Separate(codes, scales, global_scale))
 
     @property
@@ -351,9 +355,9 @@ class HybridArray:
         """The values, decoded. See hqarray.dequantize."""
         return _ops().dequantize(self, source=source, dtype=dtype)
 
-    def with_columnwise(self, format: Format | str | None = None) -> HybridArray:
+    def with_columnwise(self, format: Format | str | None = None, *, seed: Any = None) -> HybridArray:
         """This array with a columnwise part made from its rows. See hqarray.with_columnwise."""
-        array: HybridArray = _ops().with_columnwise(self, format)
+        array: HybridArray = _ops().with_columnwise(self, format, seed=seed)
         return array
 
     def __matmul__(self, other: Any) -> Array:

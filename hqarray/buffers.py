@@ -65,7 +65,8 @@ class Packed:
     def global_scale(self) -> Array | None:
         if not self.has_global_scale:
             return None
-        return self._segment(self.layout.global_scale_offset, (1,), np.dtype(np.float32))
+        shape = (self.layout.num_global_scales,)
+        return self._segment(self.layout.global_scale_offset, shape, np.dtype(np.float32))
 
     @property
     def amax(self) -> Array | None:

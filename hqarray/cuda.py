@@ -24,6 +24,7 @@ from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
 from .formats import Format
 from .layout import Array, PartLayout, part_layout, round_up
+from .philox import Draws
 from .rawkernels import geometry, loader, traits
 
 FLOAT32 = np.dtype(np.float32)
@@ -317,16 +318,17 @@ def keep_warm(
 
 
 def quantize_parts(
-    values: Array, row: Format | None, column: Format | None, derived: Direction | None, whole: Array | None
+    values: Array, row: Format | None, column: Format | None, derived: Direction | None, whole: Array | None,
+    draws: Draws | None = None,
 ) -> tuple[QuantizedArray | None, QuantizedArray | None]:
     """See reference.quantize_parts; one read of the values, two where an amax is measured first."""
     if values.data.device_id != getDevice():
         with values.device:
-            return quantize_parts(values, row, column, derived, whole)
+            return quantize_parts(values, row, column, derived, whole, draws)
     if derived is not None:
-        rows, _ = quantize_parts(values, row, None, None, whole)
+        rows, _ = quantize_parts(values, row, None, None, whole, draws)
         assert rows is not None
-        return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole)[1]
+        return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole, draws)[1]
     values, turned = _readable(values)
     if turned:
         row, column = column, row
@@ -339,15 +341,19 @@ def quantize_parts(
 
 def requantize_parts(
     rows: QuantizedArray | None, columns: QuantizedArray | None, values: Array, derived: Direction | None,
-    whole: Array | None = None, noop: Array | None = None,
+    whole: Array | None = None, noop: Array | None = None, draws: Draws | None = None,
 ) -> None:
     """See reference.requantize_parts; noop is read on the device."""
     with _on_device_of(values.data):
         if derived is not None:
             assert rows is not None and columns is not None
             first, second = (rows, columns) if derived == "columnwise" else (columns, rows)
-            requantize_parts(first, None, values if derived == "columnwise" else values.T, None, whole, noop)
-            requantize_parts(second, None, dequantize_part(first, FLOAT32, transposed=True), None, whole, noop)
+            others = None if draws is None else draws.T
+            first_draws, second_draws = (draws, others) if derived == "columnwise" else (others, draws)
+            requantize_parts(first, None, values if derived == "columnwise" else values.T, None, whole, noop,
+                             first_draws)
+            decoded = dequantize_part(first, FLOAT32, transposed=True)
+            requantize_parts(second, None, decoded, None, whole, noop, second_draws)
             return
         values, turned = _readable(values)
         parts = (columns, rows) if turned else (rows, columns)

@@ -20,6 +20,7 @@ from .formats import Format
 from .grouped_parts import GroupedPart, layout_of, with_sizes
 from .groups import SIZE_KINDS, GroupedLayout, Sizes, Span, code_span, scale_span
 from .layout import Array
+from .philox import Draws
 from .rawkernels import geometry, traits
 
 # Structs of the kernels: every field takes eight bytes.
@@ -261,7 +262,7 @@ def _readable(values: Array) -> Array:
 
 def quantize_groups(
     values: Array, rows: Sizes, row: Format | None, column: Format | None, whole: Array | None = None,
-    out: Parts | None = None, noop: Array | None = None,
+    out: Parts | None = None, noop: Array | None = None, draws: Draws | None = None,
 ) -> Parts:
     """See reference_grouped.quantize_groups: one launch, and one before it where an amax is measured."""
     with _on_device_of(values.data):

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import ops
+from . import hadamard, ops
 from .arrays import HybridArray, QuantizedArray
+from .buffers import Separate
 from .formats import FORMATS, Format, as_format
 from .inputs import as_array
 from .layout import Array, part_layout
 from .recipes import RECIPES, ROLES
+from .reference import dequantize_part
 from .tables import TextTable, break_name, decibels, percent
 
 if TYPE_CHECKING:
@@ -95,7 +97,12 @@ class Tally:
         self.nan += int(nan.sum())
         self.zeroed += int(((x != 0) & (q == 0)).sum())
         if largest is not None:
-            self.clipped += int(((np.abs(x) > largest.astype(np.float64) * OVER) & (q != x)).sum())
+            self.add_clipped(x, q, largest)
+
+    def add_clipped(self, values: Array, decoded: Array, largest: Array) -> None:
+        """Count the elements that are beyond the largest magnitude they could decode to."""
+        over = np.abs(values.astype(np.float64)) > largest.astype(np.float64) * OVER
+        self.clipped += int((over & (decoded != values)).sum())
 
     @property
     def sqnr_db(self) -> float:
@@ -119,17 +126,23 @@ def _energy(values: npt.NDArray[np.float64]) -> float:
     return float(np.square(values).sum())
 
 
-def measure(values: Array, format: Format | str) -> FormatError:
+def measure(values: Array, format: Format | str, *, seed: int = 0) -> FormatError:
     """What one format makes of a matrix (..., k), tile by tile: the numbers of FormatError.
 
-    Peak memory is some tens of megabytes beside the input.
+    Peak memory is some tens of megabytes beside the input, and the quantized matrix where a tile alone would be
+    quantized otherwise: by formats with a scale a row, a rotation or draws (by seed).
     """
     matrix = as_matrix(values)
     format = resolved(format, matrix.dtype)
     tally = Tally()
     with np.errstate(all="ignore"):
-        for x, part in quantized_tiles(matrix, format):
-            tally.add(x, decode(part), decode(_largest(part)))
+        for x, part in quantized_tiles(matrix, format, seed):
+            if format.storage.rht:  # clipped is what is beyond the largest rotated value
+                tally.add(x, decode(part))
+                stored, largest = (dequantize_part(p, x.dtype, rotated=True) for p in (part, _largest(part)))
+                tally.add_clipped(hadamard.rotate(x, x.shape[1]), stored, largest)
+            else:
+                tally.add(x, decode(part), decode(_largest(part)))
     count = max(tally.count, 1)
     nbytes = part_layout(format.storage, matrix.shape).nbytes if tally.count else 0
     return FormatError(
@@ -148,14 +161,37 @@ def resolved(format: Format | str, dtype: np.dtype[Any]) -> Format:
     return as_format(format).resolve(np.dtype(np.float32) if dtype == np.float64 else dtype)
 
 
-def quantized_tiles(matrix: Array, format: Format) -> Iterator[tuple[Array, QuantizedArray]]:
-    """Float32 tiles of a matrix on the host and the part of each, as it lies in the part of the whole matrix."""
+def quantized_tiles(matrix: Array, format: Format, seed: int = 0) -> Iterator[tuple[Array, QuantizedArray]]:
+    """Float32 tiles of a matrix on the host and the part of each, as it lies in the part of the whole matrix.
+
+    Where a tile alone would be quantized otherwise (a scale a row, a rotation, draws by seed) the matrix is quantized
+    as a whole, and tiles are some of its rows.
+    """
+    if format.storage.rht or format.is_stochastic or format.measures_rows:
+        matrix = host(matrix)
+        whole = ops.quantize(matrix, rowwise=format, seed=seed).rowwise
+        assert whole is not None
+        height = max(1, TILE * TILE // max(matrix.shape[1], 1))
+        for top in range(0, matrix.shape[0], height):
+            bottom = min(top + height, matrix.shape[0])
+            yield matrix[top:bottom].astype(np.float32), rows_of(whole, top, bottom)
+        return
     amax = host(ops.amax(matrix)) if format.measures_amax else None
     for tile in tiles(matrix.shape):
         x = host(matrix[tile]).astype(np.float32)
         part = ops.quantize(x, rowwise=format, amax=amax).rowwise
         assert part is not None
         yield x, part
+
+
+def rows_of(part: QuantizedArray, top: int, bottom: int) -> QuantizedArray:
+    """Views of some rows of a part; top is on the border of its blocks."""
+    storage, scales, whole = part.format.storage, part.scales, part.global_scale
+    if storage.block is not None:
+        scales = scales[top // storage.block[0] : -(-bottom // storage.block[0])]
+    if whole is not None and storage.global_per_row:
+        whole = whole[top:bottom]
+    return QuantizedArray(part.format, (bottom - top, part.shape[1]), Separate(part.codes[top:bottom], scales, whole))
 
 
 def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
@@ -269,14 +305,18 @@ def _named(format: Format | str) -> Format:
     return as_format(format)
 
 
-def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None) -> Comparison:
+def compare(
+    x: Any, formats: Iterable[Format | str] | Format | str | None = None, *, seed: int = 0
+) -> Comparison:
     """Compare what formats make of a matrix.
 
     x        (..., k) float array that quantize takes; blocks run along the last axis, for the other one pass x.T
     formats  names or formats; default every row of FORMATS
+    seed     of formats that round at random
     returns  Comparison, one FormatError for each format, in the order given
 
-    Works in tiles: peak memory does not grow with x. Raises TypeError for a dtype that quantize cannot read,
+    Works in tiles: peak memory does not grow with x, but by the quantized matrix of formats that need it as a whole
+    (a scale for each row, rotated values, draws). Raises TypeError for a dtype that quantize cannot read,
     ValueError for an unknown format.
     """
     x = as_array(x, "x")
@@ -285,7 +325,7 @@ def compare(x: Any, formats: Iterable[Format | str] | Format | str | None = None
     wanted = [_named(format) for format in (FORMATS if formats is None else formats)]
     if x.ndim == 0:
         raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
-    return Comparison(x.shape, x.dtype.name, tuple(measure(x, format) for format in wanted))
+    return Comparison(x.shape, x.dtype.name, tuple(measure(x, format, seed=seed) for format in wanted))
 
 
 __all__ = ["Comparison", "FormatError", "Tally", "TextTable", "as_matrix", "break_name", "compare", "decibels",

@@ -1,6 +1,6 @@
 """Formats: what a stored code means, and how it was chosen.
 
-A row of ELEMENTS gives codes their values, a row of FORMATS adds blocks, scales and the rule that makes
+A row of ELEMENTS gives codes their values (elements.py), a row of FORMATS adds blocks, scales and the rule that makes
 them. Everything else in the library reads the facts of a row and never asks which row it is.
 """
 
@@ -12,159 +12,22 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from .elements import BFLOAT16, ELEMENTS, SCALES, WIDE_DTYPES, Element, Scale, ScaleKind, scale_values
 from .names import parse_fields, render, suggestion
 
-BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-
 Block: TypeAlias = tuple[int, int]
-ScaleKind: TypeAlias = Literal["none", "float32", "e8m0", "e4m3"]
+
+ROW = 1 << 62
+"""Columns of a block that is a whole row, however long it is."""
 
 
-# --- elements -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Element:
-    """A binary floating-point format of one stored number, sign bit first.
-
-    specials: "none" (every code is finite), "nan" (the all-ones magnitude is NaN, no infinity) or "ieee".
-    Sources: OCP MX v1.0 and OCP OFP8; bfloat16, float16 and float32 are the formats of unquantized parts.
-    """
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    specials: Literal["none", "nan", "ieee"]
-
-    @property
-    def bits(self) -> int:
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def stored_bits(self) -> int:
-        """Bits one code takes in memory: FP4 two a byte, FP6 one a byte."""
-        return self.bits if self.bits in (4, 8, 16, 32) else 8
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """What a code buffer holds: uint8, or the values themselves for 16- and 32-bit elements."""
-        return np.dtype(np.uint8) if self.bits <= 8 else _WIDE_DTYPES[self.name]
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the type in ml_dtypes, torch and JAX: float8_e4m3fn, float8_e5m2, float6_e2m3fn, bfloat16."""
-        if self.bits > 8:
-            return self.name
-        return f"float{self.bits}_{self.name}{'' if self.specials == 'ieee' else 'fn'}"
-
-    @property
-    def significand_bits(self) -> int:
-        return self.mantissa_bits + 1
-
-    @property
-    def nan_code(self) -> int | None:
-        return None if self.specials == "none" else (1 << (self.bits - 1)) - 1
-
-    @property
-    def max_code(self) -> int:
-        """Code of the largest finite value."""
-        ones = (1 << (self.bits - 1)) - 1
-        return ones - {"none": 0, "nan": 1, "ieee": 1 << self.mantissa_bits}[self.specials]
-
-    @property
-    def max(self) -> float:
-        """Largest finite value: 448, 57344, 7.5, 28, 6."""
-        return _magnitude(self, self.max_code)
-
-    @property
-    def max_exponent(self) -> int:
-        """floor(log2(max)), the emax of OCP MX: 8, 15, 2, 4, 2."""
-        return (self.max_code >> self.mantissa_bits) - self.bias
-
-    @property
-    def values(self) -> npt.NDArray[np.float32]:
-        """Decode table: the float32 value of each of the 2**bits codes (elements of at most 8 bits)."""
-        return _decode_table(self)
-
-
-_WIDE_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
-
-
-def _magnitude(element: Element, code: int) -> float:
-    exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
-    fraction = mantissa / (1 << element.mantissa_bits)
-    if exponent == 0:
-        return float(fraction * 2.0 ** (1 - element.bias))
-    return float((1 + fraction) * 2.0 ** (exponent - element.bias))
-
-
-@cache
-def _decode_table(element: Element) -> npt.NDArray[np.float32]:
-    if element.bits > 8:
-        raise ValueError(f"{element.name} has {element.bits} bits; its codes are the values, there is no table")
-    half = 1 << (element.bits - 1)
-    values = [_magnitude(element, code) for code in range(half)]
-    for code in range(element.max_code + 1, half):
-        infinite = element.specials == "ieee" and code == element.max_code + 1
-        values[code] = float("inf") if infinite else float("nan")
-    table = np.array([*values, *(-value for value in values)], np.float32)
-    table.setflags(write=False)
-    return table
-
-
-ELEMENTS: dict[str, Element] = {
-    element.name: element
-    for element in (
-        Element("e4m3", 4, 3, 7, "nan"),
-        Element("e5m2", 5, 2, 15, "ieee"),
-        Element("e2m3", 2, 3, 1, "none"),
-        Element("e3m2", 3, 2, 3, "none"),
-        Element("e2m1", 2, 1, 1, "none"),
-        Element("bfloat16", 8, 7, 127, "ieee"),
-        Element("float16", 5, 10, 15, "ieee"),
-        Element("float32", 8, 23, 127, "ieee"),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How one scale is stored.
-
-    dtype_name  of its type in ml_dtypes, torch and JAX
-    nan         what is stored where the scale is NaN
-    """
-
-    dtype_name: str
-    nan: float | None
-
-
-SCALES: dict[ScaleKind, Scale] = {
-    "none": Scale("uint8", None),
-    "float32": Scale("float32", float("nan")),
-    "e8m0": Scale("float8_e8m0fnu", 0xFF),
-    "e4m3": Scale("float8_e4m3fn", 0x7F),
-}
-
-
-@cache
-def scale_values(kind: ScaleKind) -> npt.NDArray[np.float32] | None:
-    """Decode table of byte scales; None for float32 scales, which are the values.
-
-    E8M0 byte b is 2**(b - 127), byte 0 the subnormal 2**-127, byte 255 NaN (OCP MX v1.0).
-    """
-    if kind == "e4m3":
-        return ELEMENTS["e4m3"].values
-    if kind == "e8m0":
-        table = np.array([2.0 ** (byte - 127) for byte in range(255)] + [float("nan")], np.float32)
-        table.setflags(write=False)
-        return table
-    return None
+def block_name(block: Block | None) -> str:
+    """What shares one scale: "matrix", "row" or "1x128"."""
+    if block is None:
+        return "matrix"
+    return "row" if block == (1, ROW) else f"{block[0]}x{block[1]}"
 
 
 # --- scaling: how scales come from amax -----------------------------------------------------------
@@ -190,9 +53,14 @@ class PowerOfTwo:
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel:
-    """E4M3 block scale under one fp32 global scale; the largest block scale is `bound`."""
+    """E4M3 block scale under one fp32 global scale; the largest block scale is `bound`.
+
+    four_over_six: each block's largest value becomes 4 or 6, whichever leaves the smaller sum of absolute ("mae") or
+    squared ("mse") errors; None: always 6.
+    """
 
     bound: float
+    four_over_six: Literal["mae", "mse"] | None = None
 
 
 Scaling: TypeAlias = Reciprocal | PowerOfTwo | TwoLevel | None
@@ -205,8 +73,11 @@ Scaling: TypeAlias = Reciprocal | PowerOfTwo | TwoLevel | None
 class Storage:
     """What a reader must know to decode a part. GEMM, engine choice and files look at nothing else.
 
-    block: rows x columns that share one stored scale; None: one scale for the whole matrix, or none.
-    pow2: block scales in float32 are powers of two, so that bfloat16 holds what they decode to.
+    block           rows x columns that share one stored scale, (1, ROW) a row; None: one for the whole matrix, or none
+    global_scale    float32 that all decoded values are multiplied by besides
+    rht             values are rotated: hadamard.py
+    pow2            scales in float32 are powers of two, so that bfloat16 holds what they decode to
+    global_per_row  there is one global scale for each row, not for the matrix
     """
 
     element: Element
@@ -215,6 +86,7 @@ class Storage:
     global_scale: bool = False
     rht: bool = False
     pow2: bool = False
+    global_per_row: bool = False
 
     @property
     def scale_dtype_name(self) -> str:
@@ -228,7 +100,7 @@ class Storage:
         A significand of up to 4 bits times a power of two or a 4-bit significand fits bf16's 8 bits; an arbitrary
         float32 (or float16) does not.
         """
-        any_float32 = self.scale == "float32" and self.block is not None and not self.pow2
+        any_float32 = (self.scale == "float32" and self.block is not None and not self.pow2) or self.global_per_row
         return 3 if any_float32 or self.element.significand_bits > 8 else 1
 
     def num_scales(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -238,6 +110,10 @@ class Storage:
         if self.block is None:
             return (1, 1)
         return (-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))
+
+    def num_global_scales(self, shape: tuple[int, int]) -> int:
+        """How many global scales an (outer, k) part has: 0, 1, or one a row that is not empty."""
+        return shape[0] * min(shape[1], 1) if self.global_per_row else int(self.global_scale)
 
 
 class Format(ABC):
@@ -263,7 +139,19 @@ class Format(ABC):
     @property
     def measures_amax(self) -> bool:
         """Whether the amax of the whole matrix is needed before the first code."""
-        return isinstance(self.scaling, TwoLevel) or (isinstance(self.scaling, Reciprocal) and self.amax_block is None)
+        if isinstance(self.scaling, TwoLevel):
+            return not self.storage.global_per_row
+        return isinstance(self.scaling, Reciprocal) and self.amax_block is None
+
+    @property
+    def measures_rows(self) -> bool:
+        """Whether the amax of each whole row is needed before its first code."""
+        return self.storage.global_per_row or (self.amax_block is not None and self.amax_block[1] == ROW)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether codes depend on a seed."""
+        return False
 
     @property
     def transposable(self) -> bool:
@@ -304,19 +192,24 @@ def _check_reciprocal(format: FP8 | FP8Block) -> None:
 class FP8(Format):
     """One fp32 scale for the whole matrix, from an amax measured or given (current, static, delayed scaling).
 
+    per_row gives each row of the part a scale of its own, from its own amax: cuBLASLt's OUTER_VEC_32F.
     Source: facts of TransformerEngine's current scaling; scale rule in Reciprocal.
     """
 
     element: str = "e4m3"
     pow2: bool = False
     epsilon: float = 0.0
+    per_row: bool = False
 
     def __post_init__(self) -> None:
         _check("FP8", "element", self.element, _elements(8))
+        _check("FP8", "per_row", self.per_row, (False, True))
         _check_reciprocal(self)
 
     @property
     def storage(self) -> Storage:
+        if self.per_row:
+            return Storage(ELEMENTS[self.element], (1, ROW), "float32", pow2=self.pow2)
         return Storage(ELEMENTS[self.element], None, "float32")
 
     @property
@@ -352,14 +245,20 @@ class FP8Block(Format):
 
 @dataclass(frozen=True, slots=True)
 class MX(Format):
-    """OCP Microscaling: one E8M0 scale per 32 elements along the row. Rules: PowerOfTwo."""
+    """OCP Microscaling: one E8M0 scale per 32 elements along the row. Rules: PowerOfTwo.
+
+    block (32, 32) takes one amax per square, so rows and columns hold the same values; its scales are stored once for
+    each of the 32 rows, as a reader of 1x32 blocks expects them.
+    """
 
     element: str = "e4m3"
     rule: Literal["up", "floor", "even"] = "up"
+    block: Block = (1, 32)
 
     def __post_init__(self) -> None:
         _check("MX", "element", self.element, _elements(4, 6, 8))
         _check("MX", "rule", self.rule, ("up", "floor", "even"))
+        _check("MX", "block", self.block, ((1, 32), (32, 32)))
 
     @property
     def storage(self) -> Storage:
@@ -369,6 +268,10 @@ class MX(Format):
     def scaling(self) -> Scaling:
         return PowerOfTwo(self.rule)
 
+    @property
+    def amax_block(self) -> Block | None:
+        return self.block
+
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
@@ -377,37 +280,51 @@ class NVFP4(Format):
     block (16, 16) takes one amax per square, so rows and columns hold the same values; its scales are stored
     once for each of the 16 rows, as a reader of 1x16 blocks expects them. Source: arXiv 2509.25149 and
     TransformerEngine's order of operations.
+
+    rht            every 16 values along the row are rotated first, by a Hadamard matrix with random signs: hadamard.py
+    rounding       "stochastic": up or down at random, right on average; quantizing then needs a seed: philox.py
+    four_over_six  a block's largest value becomes 4 or 6, by the smaller error: scaling.py, arXiv 2512.02010
+    global_bound   largest block scale, 448 (all of E4M3) or 256 (leaves room for the larger scales of 4)
+    per_row        each row of the part has a global scale of its own, from its own amax
     """
 
     block: Block = (1, 16)
     rht: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
     four_over_six: Literal["mae", "mse"] | None = None
+    global_bound: int = 448
+    per_row: bool = False
 
     def __post_init__(self) -> None:
+        bound: Any = self.global_bound
+        if isinstance(bound, float) and bound.is_integer():  # a name's number
+            object.__setattr__(self, "global_bound", int(bound))
         _check("NVFP4", "block", self.block, ((1, 16), (16, 16)))
         _check("NVFP4", "rounding", self.rounding, ("nearest", "stochastic"))
         _check("NVFP4", "four_over_six", self.four_over_six, (None, "mae", "mse"))
         _check("NVFP4", "rht", self.rht, (False, True))
-        for option, value in (("rht", self.rht), ("rounding", self.rounding == "stochastic"),
-                              ("four_over_six", self.four_over_six is not None)):
-            if value:
-                raise NotImplementedError(
-                    f"NVFP4({option}={getattr(self, option)!r}) is a legal format that is not built yet; "
-                    f"NVFP4 quantizes with nearest rounding, no Hadamard transform and no four-over-six"
-                )
+        _check("NVFP4", "global_bound", self.global_bound, (448, 256))
+        _check("NVFP4", "per_row", self.per_row, (False, True))
+        if self.per_row and self.block[0] > 1:
+            raise ValueError("NVFP4: per_row=True needs block=(1, 16), since a square's rows share a scale")
 
     @property
     def storage(self) -> Storage:
-        return Storage(ELEMENTS["e2m1"], (1, 16), "e4m3", global_scale=True, rht=self.rht)
+        return Storage(
+            ELEMENTS["e2m1"], (1, 16), "e4m3", global_scale=True, rht=self.rht, global_per_row=self.per_row
+        )
 
     @property
     def scaling(self) -> Scaling:
-        return TwoLevel(bound=448.0)
+        return TwoLevel(float(self.global_bound), self.four_over_six)
 
     @property
     def amax_block(self) -> Block | None:
         return self.block
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.rounding == "stochastic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +334,7 @@ class HighPrecision(Format):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _check("HighPrecision", "dtype", self.dtype, (None, *_WIDE_DTYPES))
+        _check("HighPrecision", "dtype", self.dtype, (None, *WIDE_DTYPES))
 
     @property
     def storage(self) -> Storage:
@@ -437,22 +354,25 @@ class HighPrecision(Format):
         return self if self.dtype is not None else _HIGH_PRECISION[dtype.name]
 
 
-_HIGH_PRECISION = {name: HighPrecision(name) for name in _WIDE_DTYPES}
+_HIGH_PRECISION = {name: HighPrecision(name) for name in WIDE_DTYPES}
 
 FORMATS: dict[str, Format] = {
     "fp8_e4m3": FP8("e4m3"),
     "fp8_e5m2": FP8("e5m2"),
+    "fp8_row_e4m3": FP8("e4m3", per_row=True),
     "fp8_block_1x128": FP8Block("e4m3", (1, 128)),
     "fp8_block_1x128_pow2": FP8Block("e4m3", (1, 128), pow2=True),
     "fp8_block_128x128": FP8Block("e4m3", (128, 128)),
     "fp8_block_128x128_pow2": FP8Block("e4m3", (128, 128), pow2=True),
     "mxfp8": MX("e4m3"),
     "mxfp8_e5m2": MX("e5m2"),
+    "mxfp8_32x32": MX("e4m3", block=(32, 32)),
     "mxfp6_e2m3": MX("e2m3"),
     "mxfp6_e3m2": MX("e3m2"),
     "mxfp4": MX("e2m1"),
     "nvfp4": NVFP4((1, 16)),
     "nvfp4_16x16": NVFP4((16, 16)),
+    "nvfp4_row": NVFP4((1, 16), per_row=True),
     "bf16": HighPrecision("bfloat16"),
     "fp16": HighPrecision("float16"),
     "fp32": HighPrecision("float32"),
@@ -495,3 +415,10 @@ def _name(format: Format) -> str:
         if best is None or len(changed) < best[0]:
             best = (len(changed), render(name, changed))
     return best[1] if best else repr(format)
+
+
+__all__ = [
+    "BFLOAT16", "ELEMENTS", "FORMATS", "FP8", "MX", "NVFP4", "ROW", "SCALES", "Block", "Element", "FP8Block", "Format",
+    "HighPrecision", "PowerOfTwo", "Reciprocal", "Scale", "ScaleKind", "Scaling", "Storage", "TwoLevel", "as_format",
+    "block_name", "scale_values",
+]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from . import reference
 from .arrays import HybridArray, QuantizedArray
-from .formats import BFLOAT16, ELEMENTS, Storage
+from .formats import BFLOAT16, ELEMENTS, ROW, Storage
 from .layout import Array
 
 EngineName: TypeAlias = Literal["native", "bf16", "bf16x3", "fp32"]
@@ -126,6 +126,10 @@ def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:
     if a.scale != b.scale or a.rht != b.rht:
         return "operands are scaled differently"
     kinds = {a.element.name, b.element.name}
+    if a.block == b.block == (1, ROW):
+        return "one scale for each row is not multiplied natively yet"
+    if a.global_per_row or b.global_per_row:
+        return "cuBLASLt has no global scale for each row"
     if a.scale == "none":
         return None if len(kinds) == 1 else "operands have different dtypes"
     sm = f"sm_{chip[0]}{chip[1]}"
@@ -147,6 +151,8 @@ def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:
         return None
     if chip[0] != 9:
         return f"cuBLASLt multiplies fp32 block scales on sm_90 only, not on {sm}"
+    if ROW in (a.block[1], b.block[1]):  # type: ignore[index]
+        return "one operand has a scale for each row, the other for each block"
     return "cuBLASLt has no 128x128 by 128x128" if a.block[0] > 1 and b.block[0] > 1 else None  # type: ignore
 
 
@@ -194,7 +200,7 @@ def multiply(a: Operand, b: Operand, epilogue: Epilogue, out: Array, aux: Array 
 
 def _decoded(operand: Operand) -> npt.NDArray[np.float32]:
     if isinstance(operand.data, QuantizedArray):
-        return reference.dequantize_part(operand.data, np.dtype(np.float32))
+        return reference.dequantize_part(operand.data, np.dtype(np.float32), rotated=True)
     return operand.data.astype(np.float32, copy=False)  # type: ignore[no-any-return]
 
 

@@ -186,31 +186,35 @@ class GroupedArray:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Any, *, rowwise: Format | str | None = None, columnwise: Format | str | None = None
+        cls, arrays: Any, *, rowwise: Format | str | None = None, columnwise: Format | str | None = None,
+        seed: Any = None,
     ) -> GroupedArray:
         """A list of matrices as one group.
 
         arrays   plain 2-D arrays of one dtype, quantized here (unquantized rowwise where no format is given); or
                  2-D HybridArrays of equal formats, whose codes and scales are copied and not quantized anew
         rowwise, columnwise  formats; of HybridArrays theirs, or None
+        seed     as in grouped_quantize
         Shapes may differ along rows, columns or both. Raises ValueError for HybridArrays of different formats.
         """
         from . import grouped_ops
 
-        return grouped_ops.from_arrays(list(arrays), rowwise, columnwise)
+        return grouped_ops.from_arrays(list(arrays), rowwise, columnwise, seed)
 
     @classmethod
     def from_stacked(
-        cls, values: Any, *, rowwise: Format | str | None = None, columnwise: Format | str | None = None
+        cls, values: Any, *, rowwise: Format | str | None = None, columnwise: Format | str | None = None,
+        seed: Any = None,
     ) -> GroupedArray:
         """A (num_groups, n, k) array as a group of equal shapes.
 
         Without formats, or with an unquantized rowwise format of its own dtype, the rowwise part is the array's
-        memory and nothing is copied, if it is C-contiguous and rows take a multiple of 16 bytes.
+        memory and nothing is copied, if it is C-contiguous and rows take a multiple of 16 bytes. seed: as in
+        grouped_quantize.
         """
         from . import grouped_ops
 
-        return grouped_ops.from_stacked(values, rowwise, columnwise)
+        return grouped_ops.from_stacked(values, rowwise, columnwise, seed)
 
     # --- same buffers, another view ---
 

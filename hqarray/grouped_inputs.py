@@ -10,7 +10,7 @@ import numpy as np
 
 from .formats import Format
 from .groups import Sizes
-from .inputs import as_ours, backend_of_type, place
+from .inputs import as_ours, backend_of_type, expect_one_amax, place
 from .layout import Array
 
 
@@ -84,7 +84,8 @@ def as_amaxes(amax: Any, formats: Sequence[Format | None], values: Array, num_gr
     """A caller's amaxes, float32 (num_groups,) where the values are."""
     if not any(format is not None and format.measures_amax for format in formats):
         names = ", ".join(format.name for format in formats if format is not None)
-        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
+        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure blocks or rows")
+    expect_one_amax(formats)
     amax = as_ours(amax, "amax")
     shape, dtype = getattr(amax, "shape", "?"), getattr(amax, "dtype", type(amax).__name__)
     if backend_of_type(amax.__class__) is None or dtype != np.float32 or shape != (num_groups,):

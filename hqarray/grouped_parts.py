@@ -90,7 +90,7 @@ class GroupedPart:
     def nbytes(self) -> int:
         """Bytes of codes, scales and scalars, padding included."""
         layout = self.layout
-        scalars = 0 if layout.storage.scale == "none" else 3 * 4 * layout.num_groups
+        scalars = 0 if layout.storage.scale == "none" else layout.globals_nbytes + 2 * 4 * layout.num_groups
         return layout.codes_nbytes + layout.scales_nbytes + scalars
 
     @property
@@ -134,13 +134,14 @@ class GroupedPart:
 
     @property
     def global_scale(self) -> Array | None:
-        """float32 (num_groups,) where the format has one."""
-        return self._scalars(self.layout.global_scale_offset) if self.layout.has_global_scale else None
+        """float32 (num_groups,) where the format has one; one a row of all members, one after another, where it has."""
+        layout = self.layout
+        return self._floats(layout.global_scale_offset, layout.num_global_scales) if layout.has_global_scale else None
 
     @property
     def amax(self) -> Array | None:
         """float32 (num_groups,), measured or given; None where none is."""
-        return self._scalars(self.layout.amax_offset) if self.has_amax else None
+        return self._floats(self.layout.amax_offset, self.num_groups) if self.has_amax else None
 
     def _columns(self, k: int) -> int:
         element = self.format.storage.element
@@ -149,8 +150,15 @@ class GroupedPart:
     def _segment(self, offset: int, nbytes: int) -> Array:
         return self.base[offset : offset + nbytes]
 
-    def _scalars(self, offset: int) -> Array:
-        return self._segment(offset, 4 * self.num_groups).view(np.float32)
+    def _floats(self, offset: int, count: int) -> Array:
+        return self._segment(offset, 4 * count).view(np.float32)
+
+    def _globals_of(self, sizes: npt.NDArray[np.int64]) -> list[int]:
+        """Where each member's global scales begin among all, and where the last one's end."""
+        span = self.layout.globals
+        if span is None:
+            return list(range(self.num_groups + 1))
+        return [int(start) * span.nbytes // 4 for start in span_starts(span, sizes)]
 
     def member(self, index: int) -> QuantizedArray:
         """Views of one member's buffers; its size must be known to the host."""
@@ -169,6 +177,7 @@ class GroupedPart:
         codes_at, scales_at = (starts.tolist() for starts in layout.starts(sizes))
         dtype, itemsize = storage.element.dtype, storage.element.dtype.itemsize
         base, scale_dtype, amax, global_scale = self.base, _scale_dtype(self.format), self.amax, self.global_scale
+        globals_at = self._globals_of(sizes)
         for i in range(first, last):
             shape = layout.shape(int(sizes[i]))
             alone = part_layout(storage, shape)
@@ -180,10 +189,9 @@ class GroupedPart:
                 scales = scales[: prod(alone.num_scales)].reshape(alone.num_scales)
             else:
                 scales = scale_layout(storage).untile(scales.reshape(tile), *alone.num_scales)
-            one = slice(i, i + 1)
+            own = None if global_scale is None else global_scale[globals_at[i] : globals_at[i + 1]]
             buffers = Separate(
-                padded[:, : alone.codes.columns], scales, None if global_scale is None else global_scale[one],
-                None if amax is None else amax[one],
+                padded[:, : alone.codes.columns], scales, own, None if amax is None else amax[i : i + 1]
             )
             yield QuantizedArray(self.format, shape, buffers), padded
 
@@ -202,11 +210,13 @@ class GroupedPart:
             scales = [n * each for n in (first, last)]
         else:
             scales = [int(span_starts(layout.scales, values)[n]) * layout.scales.nbytes for n in (first, last)]
+        own = [4 * self._globals_of(values)[n] for n in (first, last)]
         shift = 4 * first - start
         moved = replace(
             layout, num_groups=last - first, codes_nbytes=codes_nbytes,
             scales_offset=layout.scales_offset + scales[0] - start, scales_nbytes=scales[1] - scales[0],
-            global_scale_offset=layout.global_scale_offset + shift, amax_offset=layout.amax_offset + shift,
+            global_scale_offset=layout.global_scale_offset + own[0] - start, globals_nbytes=own[1] - own[0],
+            amax_offset=layout.amax_offset + shift,
             work_offset=layout.work_offset + shift, nbytes=layout.work_offset + shift + 4 * (last - first),
         )
         return GroupedPart(self.format, moved, sizes, memory_of(self.base[start:]), self.has_amax)

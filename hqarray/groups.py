@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .formats import Storage
+from .formats import ROW, Storage
 from .layout import ALIGNMENT, PITCH, Array, BlockMajor, RowMajor, part_layout, round_up, scale_layout
 
 Axis: TypeAlias = Literal["outer", "k"]
@@ -115,6 +115,7 @@ class GroupedLayout:
     ragged   the axis along which members' sizes differ; the other one is `each`
     codes    span of a member's codes along the ragged axis
     scales   the same of its scales; None: one for each member, or none
+    globals  the same of its global scales where it has one a row; None: one for each member, or none
     Offsets are in bytes. Codes and scales of a member lie as those of a part alone do, rows not padded to 16.
     """
 
@@ -124,9 +125,11 @@ class GroupedLayout:
     each: int
     codes: Span
     scales: Span | None
+    globals: Span | None
     codes_nbytes: int
     scales_offset: int
     scales_nbytes: int
+    globals_nbytes: int
     global_scale_offset: int
     amax_offset: int
     work_offset: int
@@ -135,6 +138,11 @@ class GroupedLayout:
     @property
     def has_global_scale(self) -> bool:
         return self.storage.global_scale
+
+    @property
+    def num_global_scales(self) -> int:
+        """What there is room for: one for each member, or of rows for the capacity."""
+        return self.num_groups if self.globals is None else self.globals_nbytes // 4
 
     def shape(self, size: int) -> tuple[int, int]:
         """(outer, k) of a member of that size along the ragged axis."""
@@ -174,6 +182,13 @@ def scale_span(storage: Storage, ragged: Axis, each: int) -> Span | None:
     return Span(columns, layout.pad, -(-each // rows) * itemsize)
 
 
+def global_span(storage: Storage, ragged: Axis, each: int) -> Span | None:
+    """Span of global scales, one for each row that is not empty; None where a member has one, or none."""
+    if not storage.global_per_row:
+        return None
+    return Span(1, 1, 4 * min(each, 1)) if ragged == "outer" else Span(ROW, 1, 4 * each)
+
+
 @lru_cache(maxsize=4096)
 def grouped_layout(
     storage: Storage, num_groups: int, ragged: Axis, each: int, capacity: int, alignment: int = 1
@@ -187,8 +202,11 @@ def grouped_layout(
     scales_nbytes = one_each if scales is None else scales.most(capacity, num_groups)
     global_scale = round_up(scales_offset + scales_nbytes, ALIGNMENT)
     scalars = round_up(num_groups * 4, PITCH)
+    by_row = global_span(storage, ragged, each)
+    globals_nbytes = num_groups * 4 if by_row is None else by_row.most(capacity, num_groups)
+    amax = global_scale + round_up(globals_nbytes, PITCH)
     return GroupedLayout(
-        storage, num_groups, ragged, each, codes, scales, codes_nbytes, scales_offset, scales_nbytes,
-        global_scale_offset=global_scale, amax_offset=global_scale + scalars, work_offset=global_scale + 2 * scalars,
-        nbytes=global_scale + 3 * scalars,
+        storage, num_groups, ragged, each, codes, scales, by_row, codes_nbytes, scales_offset, scales_nbytes,
+        globals_nbytes, global_scale_offset=global_scale, amax_offset=amax, work_offset=amax + scalars,
+        nbytes=amax + 2 * scalars,
     )

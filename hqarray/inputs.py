@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from math import isnan, prod
 from types import ModuleType
@@ -15,9 +16,13 @@ from .dlpack import Typed, from_dlpack
 from .formats import BFLOAT16, Format
 from .grouped import GroupedArray
 from .layout import Array, namespace
+from .philox import Draws
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64))
 """Dtypes that are read; float64 is rounded to float32 first."""
+
+SEEDS = (np.dtype(np.uint64), np.dtype(np.int64))
+"""Dtypes of a seed in memory; an int64 is taken as 64 bits without a sign."""
 
 FLAGS = (np.dtype(np.float32), np.dtype(np.int32))
 """Dtypes of a noop flag on a GPU: four bytes, read by the kernels."""
@@ -79,9 +84,12 @@ def _by_dlpack(values: Any, what: str) -> Typed:
     try:
         return from_dlpack(values)
     except Exception as error:  # whatever the producer raises
+        first = (str(error).splitlines() or [""])[0]
+        traced = " (while a function is traced, as by jax.jit, hqarray.interop.jax.fake_quantize alone runs)"
         raise TypeError(
             f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack: "
-            f"{error}; pass a dense copy of it on the CPU or a CUDA device, in float32 if its type is not known"
+            f"{first}; pass a dense copy of it on the CPU or a CUDA device, in float32 if its type is not known"
+            f"{traced if 'Tracer' in type(values).__name__ else ''}"
         ) from error
 
 
@@ -132,7 +140,8 @@ def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
     """A caller's amax as float32 (1,) where the values are. Raises where no format has one amax per matrix."""
     if not any(format.measures_amax for format in formats):
         names = ", ".join(format.name for format in formats)
-        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure each block")
+        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure blocks or rows")
+    expect_one_amax(formats)
     if isinstance(amax, (int, float, np.floating, np.integer)) and not isinstance(amax, bool):
         number = float(amax)
         with np.errstate(over="ignore"):
@@ -145,6 +154,41 @@ def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
         raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
     _expect_place("amax", array, values)
     return array.reshape(1)
+
+
+def expect_one_amax(formats: Iterable[Format | None]) -> None:
+    """Raises ValueError where one format needs the amax of the values, and another that of rotated ones."""
+    rotated = {format.storage.rht for format in formats if format is not None and format.measures_amax}
+    if len(rotated) > 1:
+        raise ValueError(
+            "amax= is one number, and a rotated part (rht) has another amax than one that is not; quantize the two "
+            "parts in two calls"
+        )
+
+
+def as_draws(seed: Any, formats: Iterable[Format | None], values: Array) -> Draws | None:
+    """What stochastic formats draw from; None where there is none, and then the seed is checked and ignored."""
+    stochastic = [format for format in formats if format is not None and format.is_stochastic]
+    if seed is None:
+        if stochastic:
+            raise ValueError(
+                f"{stochastic[0].name} rounds at random and needs seed=: an integer, another one for each call, or an "
+                f"array of one uint64 or int64 where the values are"
+            )
+        return None
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        seed = int(seed)
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed={seed} is not from 0 to 2**64 - 1")
+    else:
+        seed = as_ours(seed, "seed")
+        dtype = getattr(seed, "dtype", type(seed).__name__)
+        if backend_of_type(seed.__class__) is None or dtype not in SEEDS:
+            raise TypeError(f"seed is an integer or an array of one uint64 or int64, not {dtype}")
+        if seed.size != 1:
+            raise ValueError(f"seed is one element, not {seed.shape}")
+        _expect_place("seed", seed, values)
+    return Draws(seed) if stochastic else None
 
 
 def as_flag(noop: Any, values: Array) -> Any:

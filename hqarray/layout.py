@@ -184,7 +184,7 @@ def scale_layout(storage: Storage) -> ScaleLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """One part in one buffer of `nbytes`: codes at 0, scales, global_scale and amax at byte offsets."""
+    """One part in one buffer of `nbytes`: codes at 0, scales, global scales and amax at byte offsets."""
 
     codes: CodeLayout
     codes_dtype: np.dtype[Any]
@@ -196,6 +196,7 @@ class PartLayout:
     global_scale_offset: int
     amax_offset: int
     has_global_scale: bool
+    num_global_scales: int
     nbytes: int
 
 
@@ -209,8 +210,10 @@ def part_layout(storage: Storage, shape: tuple[int, int]) -> PartLayout:
     dtype = np.dtype(np.float32 if storage.scale == "float32" else np.uint8)
     scales_offset = round_up(codes.nbytes, ALIGNMENT)
     scalars = round_up(scales_offset + int(np.prod(scales_shape)) * dtype.itemsize, PITCH)
+    num_global_scales = storage.num_global_scales(shape)
+    amax = scalars + max(PITCH, round_up(4 * num_global_scales, PITCH))
     return PartLayout(
         codes, storage.element.dtype, scales, num_scales, scales_shape, dtype, scales_offset,
-        global_scale_offset=scalars, amax_offset=scalars + PITCH, has_global_scale=storage.global_scale,
-        nbytes=scalars + 2 * PITCH,
+        global_scale_offset=scalars, amax_offset=amax, has_global_scale=storage.global_scale,
+        num_global_scales=num_global_scales, nbytes=amax + PITCH,
     )

@@ -17,6 +17,7 @@ from .inputs import (
     FLOATS,
     as_amax,
     as_array,
+    as_draws,
     as_flag,
     as_hybrid,
     as_matrix,
@@ -37,6 +38,7 @@ def quantize(
     columnwise: Format | str | None = None,
     columnwise_source: Literal["original", "rowwise_dequantized"] = "original",
     amax: Any = None,
+    seed: Any = None,
 ) -> HybridArray:
     """Quantize a matrix along one or both of its axes in one read.
 
@@ -45,14 +47,18 @@ def quantize(
     rowwise     format of the part blocked along the last axis; None leaves it out
     columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
     columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
-    amax        one float32 used instead of the measured amax by formats with one per matrix (FP8, NVFP4)
+    amax        one float32 used instead of the measured amax by formats with one per matrix (FP8, NVFP4; of a rotated
+                part that of the rotated values)
+    seed        needed by formats that round at random, ignored by others: an integer from 0 to 2**64 - 1, or an array
+                of one uint64 or int64 where the values are, which a captured CUDA graph reads when it is replayed.
+                A seed gives the same bits every time, on NumPy and on a GPU; use another one for each call.
     returns     HybridArray of the same shape; codes uint8, scales as the format's row says
 
     Scale rule and element rounding: formats.py, row of the format (source named there). A value within the
     scaled range of its block is off by at most half the element's spacing there.
     Raises TypeError for a dtype it cannot read, ValueError when both directions are None.
     """
-    gpu = _gpu_of(values.__class__) if amax is None and columnwise_source == "original" else None
+    gpu = _gpu_of(values.__class__) if amax is None and seed is None and columnwise_source == "original" else None
     done: HybridArray | None = None if gpu is None else gpu.warm(values, rowwise, columnwise)
     if done is not None:
         return done
@@ -66,6 +72,7 @@ def quantize(
     column = None if columnwise is None else as_format(columnwise).resolve(dtype)
     formats = [format for format in (row, column) if format is not None]
     whole = None if amax is None else as_amax(amax, formats, values)
+    draws = as_draws(seed, formats, values)
     matrix = as_matrix(values, "values")
     backend = backend_of(matrix)
     derived: Direction | None = None
@@ -73,7 +80,7 @@ def quantize(
         if row is None:
             raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
         derived = "columnwise"
-    rows, columns = backend.quantize_parts(matrix, row, column, derived, whole)
+    rows, columns = backend.quantize_parts(matrix, row, column, derived, whole, draws)
     array = HybridArray(rows, columns, values.shape, dtype, derived)
     if gpu is not None:
         gpu.keep_warm(values, rowwise, columnwise, matrix, array)
@@ -91,11 +98,11 @@ def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
-def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any = None) -> None:
+def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any = None, seed: Any = None) -> None:
     """Quantize new values into the buffers of an array, in its formats.
 
     values  of the array's shape, where its buffers are; otherwise as in quantize
-    amax    as in quantize
+    amax, seed  as in quantize
     noop    one element, where the values are (on a GPU float32 or int32); the array is left as it is where it is not 0
     Raises ValueError for another shape, or where the part that the other was derived from was dropped; then
     nothing is changed.
@@ -112,9 +119,10 @@ def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any =
             f"the {array.derived} part was quantized from what the {source} part decodes to, and that was dropped; "
             f"quantize anew"
         )
-    matrix = as_matrix(values, "values")
-    whole = None if amax is None else as_amax(amax, [part.format for _, part in array.parts()], values)
-    backend_of(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, flag)
+    matrix, formats = as_matrix(values, "values"), [part.format for _, part in array.parts()]
+    whole = None if amax is None else as_amax(amax, formats, values)
+    draws = as_draws(seed, formats, values)
+    backend_of(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, flag, draws)
 
 
 def amax(values: Any) -> Array:
@@ -124,12 +132,12 @@ def amax(values: Any) -> Array:
     return backend_of(matrix).amax(matrix)
 
 
-def fake_quantize(values: Any, format: Format | str, *, amax: Any = None) -> Array:
+def fake_quantize(values: Any, format: Format | str, *, amax: Any = None, seed: Any = None) -> Array:
     """What values become in a format, blocks along the last axis: quantize and decode, same dtype.
 
     For blocks along the first axis: fake_quantize(x.T, format).T.
     """
-    array = quantize(values, rowwise=format, amax=amax)
+    array = quantize(values, rowwise=format, amax=amax, seed=seed)
     return dequantize(array)
 
 
@@ -185,12 +193,13 @@ def _backend_of(part: QuantizedArray) -> ModuleType:
     return backend
 
 
-def with_columnwise(array: HybridArray, format: Format | str | None = None) -> HybridArray:
+def with_columnwise(array: HybridArray, format: Format | str | None = None, *, seed: Any = None) -> HybridArray:
     """Add a columnwise part made from the rows.
 
     format  default the rowwise one. Where that is the rowwise format and it loses nothing (one scale, or square
             blocks), codes are moved; otherwise columns are quantized from what the rows decode to, and
             columnwise_source says "rowwise_dequantized".
+    seed    as in quantize; of columns that are quantized
     Raises ValueError where there is a columnwise part already or no rowwise one.
     """
     part = as_hybrid(array, "with_columnwise").part("rowwise", "with_columnwise")
@@ -204,7 +213,7 @@ def with_columnwise(array: HybridArray, format: Format | str | None = None) -> H
     if _is_moved(part.format, wanted):
         return HybridArray(part, backend.transpose_part(part), array.shape, array.dtype)
     values = backend.dequantize_part(part, np.dtype(np.float32))
-    _, columns = backend.quantize_parts(values, None, wanted, None, None)
+    _, columns = backend.quantize_parts(values, None, wanted, None, None, as_draws(seed, [wanted], values))
     return HybridArray(part, columns, array.shape, array.dtype, "columnwise")
 
 

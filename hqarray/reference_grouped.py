@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from . import reference
+from .codec import Floats, Values
 from .formats import Format
 from .grouped_parts import GroupedPart, known, new_parts, with_sizes
 from .groups import Sizes
-from .reference import Floats, Values
+from .philox import Draws
 
 
 def quantize_groups(
     values: Values, rows: Sizes, row: Format | None, column: Format | None, whole: Floats | None = None,
-    out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Any = None,
+    out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Any = None, draws: Draws | None = None,
 ) -> tuple[GroupedPart | None, GroupedPart | None]:
     """The rowwise and the columnwise part of matrices stacked along rows; None for a format that is None.
 
@@ -23,6 +24,7 @@ def quantize_groups(
     whole   float32 (num_groups,) amaxes to use where a format has one per matrix; None measures them
     out     parts to write into, their sizes aside; rows of no member are left as they are, and so is scale padding
     noop    nothing is written where it is not zero
+    draws   of stochastic formats; each member draws as if alone, so all of them by one seed
     Sizes that the host does not know (ends, or what a device array holds) are read and clamped.
     """
     rows = known(rows)
@@ -37,7 +39,7 @@ def quantize_groups(
             if part is not None:  # sizes move the members about in a buffer, and with them the padding of their rows
                 padded[:, part.codes.shape[1] :] = 0
         one = None if whole is None else whole[i : i + 1]
-        reference.requantize_parts(members[0][0], members[1][0], values[start : start + size], None, one)
+        reference.requantize_parts(members[0][0], members[1][0], values[start : start + size], None, one, draws=draws)
     return parts
 
 

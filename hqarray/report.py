@@ -326,8 +326,10 @@ def _study_triple(triple: Triple, recipes: Sequence[Recipe], step: Step) -> Laye
 def _study_recipe(recipe: Recipe, values: dict[Role, Values], exact: dict[Product, Values]) -> RecipeResult:
     with np.errstate(all="ignore"):
         arrays: dict[Role, HybridArray] = {
-            role: ops.quantize(values[role].astype(np.float32), rowwise=recipe[role][0], columnwise=recipe[role][1])
-            for role in ROLES
+            role: ops.quantize(
+                values[role].astype(np.float32), rowwise=recipe[role][0], columnwise=recipe[role][1], seed=seed
+            )
+            for seed, role in enumerate(ROLES)
         }
         x, w, dy = (arrays[role] for role in ROLES)
         products: dict[Product, tuple[HybridArray, HybridArray]] = {

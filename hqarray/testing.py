@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from . import hadamard
 from .arrays import HybridArray, QuantizedArray
 from .buffers import Packed
 from .formats import ELEMENTS, Element, scale_values
@@ -116,8 +117,10 @@ def assert_in_rounding_cell(values: Array, quantized: HybridArray | QuantizedArr
 
     Takes the stored scales as they are and asks of each code: the value lies between the midpoints to both
     neighbours, beyond the last one it saturates; with power-of-two scales a tie has the even code; the sign is
-    kept, of zeros too; a NaN is nan_code, or its block's scale is NaN and its codes 0; nothing else is NaN. fp32
-    scales leave FLOAT32_TOLERANCE around a midpoint. Raises AssertionError with the element and its cell.
+    kept, of zeros too; a NaN is nan_code, or its block's scale is NaN and its codes 0; nothing else is NaN. Stochastic
+    formats round to either neighbour of a value, which so lies between those of its code. fp32 scales leave
+    FLOAT32_TOLERANCE around a midpoint, and rotated values what rounds them to bfloat16; their signs may differ where
+    they are as small as that. Raises AssertionError with the element and its cell.
     """
     if isinstance(quantized, HybridArray):
         host = _host(values)
@@ -137,10 +140,13 @@ def _assert_part_in_cells(values: npt.NDArray[Any], part: QuantizedArray, name: 
     _assert_fact(name, "shape of the values", values.shape, part.shape)
     with np.errstate(all="ignore"):
         exact = values.astype(np.float32).astype(np.float64)
+        rounded = np.zeros(())
+        if part.format.storage.rht:
+            exact, rounded = _rotated(exact)
         if part.format.storage.scale == "none":
             right, cell = _nearest_wide(exact, _host(part.codes))
         else:
-            right, cell = _nearest_code(exact, part)
+            right, cell = _nearest_code(exact, part, rounded)
     if right.all():
         return
     at = tuple(int(i) for i in np.argwhere(~right)[0])
@@ -153,7 +159,23 @@ def _assert_part_in_cells(values: npt.NDArray[Any], part: QuantizedArray, name: 
 Verdict: TypeAlias = tuple[npt.NDArray[np.bool_], Callable[[tuple[int, ...]], str]]
 
 
-def _nearest_code(exact: Doubles, part: QuantizedArray) -> Verdict:
+def _rotated(exact: Doubles) -> tuple[Doubles, Doubles]:
+    """Values after the transform of hadamard.py by its matrix, and how far bfloat16 and float32 sums may move them."""
+    size, k = hadamard.SIZE, exact.shape[1]
+    index = np.arange(size)
+    signs = (-1.0) ** np.bitwise_count(index[:, None] & index[None, :])
+    matrix = np.array(hadamard.SIGNS)[:, None] * signs / 4
+    whole = exact[:, : k // size * size].reshape(len(exact), k // size, size)
+    rotated, magnitude = exact.copy(), np.abs(exact)
+    rotated[:, : whole.shape[1] * size] = (whole @ matrix).reshape(len(exact), k // size * size)
+    magnitude[:, : whole.shape[1] * size] = (
+        np.abs(whole) @ np.abs(matrix)
+    ).reshape(len(exact), k // size * size)
+    rounded = np.abs(rotated) * 2.0**-8 + magnitude * 2.0**-21 + 2.0**-133
+    return rotated, np.where(magnitude > np.finfo(np.float32).max, np.inf, rounded)  # sums may be anything there
+
+
+def _nearest_code(exact: Doubles, part: QuantizedArray, rounded: Doubles) -> Verdict:
     storage = part.format.storage
     element = storage.element
     codes = _host(part.codes)
@@ -164,6 +186,8 @@ def _nearest_code(exact: Doubles, part: QuantizedArray) -> Verdict:
     grid = element.values[: element.max_code + 1].astype(np.float64)
     below = np.concatenate([[-np.inf], (grid[:-1] + grid[1:]) / 2])
     above = np.concatenate([below[1:], [np.inf]])
+    if part.format.is_stochastic:  # anything between the neighbours
+        below, above = (np.concatenate([[-np.inf], grid[:-1]]), np.concatenate([grid[1:], [np.inf]]))
     finite = np.minimum(magnitude, element.max_code)
     low, high, size = below[finite] * scale, above[finite] * scale, np.abs(exact)
     if storage.scale == "e8m0":
@@ -172,15 +196,17 @@ def _nearest_code(exact: Doubles, part: QuantizedArray) -> Verdict:
     else:
         # below fp32's normal range the product of scales has lost bits of its own
         slack = FLOAT32_TOLERANCE + 2.0**-149 / np.maximum(scale, 2.0**-200)
-        near = (low * (1 - slack) <= size) & (size <= high * (1 + slack))
+        near = (low * (1 - slack) <= size + rounded) & (size - rounded <= high * (1 + slack))
         near |= scale < factor_limit  # the factor is capped at FLT_MAX; a zero scale decodes to zeros
     near |= np.isinf(size) & (magnitude == element.max_code)
-    right = near & (magnitude <= element.max_code) & (negative == np.signbit(exact))
+    right = near & (magnitude <= element.max_code) & ((negative == np.signbit(exact)) | (size < rounded))
     nan = np.isnan(exact)
     if element.nan_code is not None:
         right = np.where(nan, codes == element.nan_code, right & ~np.isnan(scale))
     else:
-        right = np.where(np.isnan(scale), (codes == 0) & _in_block_with_nan(nan, part), right & ~nan)
+        lost = nan | np.isinf(rounded)
+        right = np.where(np.isnan(scale), (codes == 0) & _in_block_with_nan(lost, part), right & ~nan)
+    right |= np.isinf(rounded)
 
     def cell(at: tuple[int, ...]) -> str:
         return f"code 0x{codes[at]:02X} ({element.values[codes[at]]} * {scale[at]}, from {low[at]} to {high[at]})"
@@ -194,8 +220,8 @@ def _scale_of_elements(part: QuantizedArray) -> Doubles:
     stored = _host(part.scales)
     table = scale_values(storage.scale)
     scales = (stored if table is None else table[stored]).astype(np.float64)
-    if part.global_scale is not None:
-        scales = scales * float(_host(part.global_scale)[0])
+    if part.global_scale is not None and scales.size:
+        scales = scales * _host(part.global_scale).astype(np.float64).reshape(-1, 1)
     if storage.block is None:
         return np.broadcast_to(scales, part.shape)
     rows, columns = (np.arange(n) // b for n, b in zip(part.shape, storage.block, strict=True))

@@ -14,9 +14,9 @@ import numpy as np
 
 from hqarray import ops
 from hqarray.arrays import DIRECTIONS, NOMINAL, Direction, HybridArray, QuantizedArray, describe_bytes
-from hqarray.buffers import Separate
-from hqarray.explore import Tally, TextTable, decibels
-from hqarray.formats import Format, as_format
+from hqarray.explore import Tally, TextTable, decibels, rows_of
+from hqarray.formats import ROW, Format, as_format
+from hqarray.inputs import as_draws
 from hqarray.layout import Array
 from hqarray.tensorfile import TYPES, FileError, Planned, Put, writing
 
@@ -35,6 +35,9 @@ SLAB = 1 << 20
 SQUARE = 128
 """Rows: every block of every format fits this a whole number of times."""
 
+NAMED = 3
+"""Names that an error lists."""
+
 SHOWN = 24
 """Converted tensors that a table lists: of more, those with the lowest SQNR."""
 
@@ -49,12 +52,14 @@ class Target:
     rowwise, columnwise  formats; None leaves the part out
     style  of the file, see interop.safetensors.save
     match  patterns, one of which the names of weights fit
+    seed   of formats that round at random, the same for each weight
     """
 
     rowwise: Format | None
     columnwise: Format | None
     style: str
     match: tuple[str, ...]
+    seed: int = 0
 
     @property
     def formats(self) -> Iterator[tuple[Direction, Format]]:
@@ -64,7 +69,8 @@ class Target:
 
 
 def target(
-    rowwise: str | None = None, columnwise: str | None = None, style: str = ownfile.FORMAT, match: Sequence[str] = ()
+    rowwise: str | None = None, columnwise: str | None = None, style: str = ownfile.FORMAT, match: Sequence[str] = (),
+    seed: int = 0,
 ) -> Target:
     """Check what was asked for. rowwise is the format of the style where it is None and there is one.
 
@@ -80,10 +86,11 @@ def target(
     elif rowwise is None and columnwise is None:
         raise ValueError("give rowwise, columnwise or both, for example rowwise mxfp8")
     row, column = (None if name is None else as_format(name) for name in (rowwise, columnwise))
-    made = Target(row, column, style, tuple(match) or ("*",))
+    as_draws(seed, (), np.empty(0))  # raises where it is none
+    made = Target(row, column, style, tuple(match) or ("*",), seed)
     if style != ownfile.FORMAT:
         assert row is not None
-        columns = max(row.storage.block[1] if row.storage.block else 1, 2)
+        columns = max(row.storage.block[1] if row.storage.block not in (None, (1, ROW)) else 1, 2)
         tensors_of("weights", HybridArray(placeholder(row, (2, columns))), style, {})  # raises where it holds others
     return made
 
@@ -209,6 +216,20 @@ def plan(source: str | os.PathLike[str], target: Target) -> Plan:
     return Plan(checkpoint, target, tuple(jobs), planned, described)
 
 
+def left_out(plan: Plan) -> str:
+    """Why there is nothing to convert: what the names asked for are, where there are any."""
+    names = [(name, source) for name, source, _ in plan.jobs
+             if any(fnmatchcase(name, pattern) for pattern in plan.target.match)]
+    said = f"no 2-D weight of a name like {' or '.join(plan.target.match)}"
+    if not names:
+        there = ", ".join(repr(name) for name, *_ in plan.jobs[:NAMED])
+        return f"{said}; it holds {there or 'nothing'}{' ...' if len(plan.jobs) > NAMED else ''}"
+    tensors = plan.checkpoint.file.tensors
+    found = [f"{name!r} {tensors[source.tensors[0]].type} {list(source.shape or ())}" for name, source in names[:NAMED]]
+    return (f"{said}; integers, codes without scales, groups and arrays that are not 2-D are copied alone, as here "
+            f"{', '.join(found)}{' ...' if len(names) > NAMED else ''}")
+
+
 def _is_weight(checkpoint: Checkpoint, source: Source) -> bool:
     if source.shape is None or len(source.shape) != 2:
         return False
@@ -329,7 +350,7 @@ def _convert_one(name: str, source: Source, target: Target, put: Put) -> tuple[d
     if made:
         if isinstance(item, HybridArray):  # float32: a bfloat16 in between would round once more
             values = item.dequantize(source=next(iter(kept), None), dtype=np.float32)
-        array = ops.quantize(values, rowwise=made.get("rowwise"), columnwise=made.get("columnwise"))
+        array = ops.quantize(values, rowwise=made.get("rowwise"), columnwise=made.get("columnwise"), seed=target.seed)
         for direction, part in array.parts():
             parts[direction] = part
             sqnr[direction] = measure(values if direction == "rowwise" else values.T, part)
@@ -345,19 +366,11 @@ def measure(values: Array, part: QuantizedArray) -> float:
     tally = Tally()
     with np.errstate(all="ignore"):
         for top in range(0, outer, height):
-            rows = _rows(part, top, min(top + height, outer))
+            rows = rows_of(part, top, min(top + height, outer))
             tally.add(values[top : top + height], HybridArray(rows).dequantize(dtype=np.float32))
     return math.nan if tally.lost else tally.sqnr_db
 
 
-def _rows(part: QuantizedArray, top: int, bottom: int) -> QuantizedArray:
-    """Views of some rows of a part; top is on the border of its blocks."""
-    block = part.format.storage.block
-    scales = part.scales
-    if block is not None:
-        scales = scales[top // block[0] : -(-bottom // block[0])]
-    shape = (bottom - top, part.shape[1])
-    return QuantizedArray(part.format, shape, Separate(part.codes[top:bottom], scales, part.global_scale))
-
-
-__all__ = ["STYLES", "Conversion", "Converted", "Plan", "Target", "convert", "plan", "refuse_same", "target"]
+__all__ = [
+    "STYLES", "Conversion", "Converted", "Plan", "Target", "convert", "left_out", "plan", "refuse_same", "target",
+]

@@ -171,7 +171,9 @@ class _Reader:
         scales = None
         if storage.scale != "none":
             scales = self._take(f"{name}.scales", typed(storage.scale_dtype_name, None).type, layout.num_scales)
-        global_scale = self._take(f"{name}.global_scale", "F32", (1,)) if storage.global_scale else None
+        global_scale = None
+        if storage.global_scale:
+            global_scale = self._take(f"{name}.global_scale", "F32", (layout.num_global_scales,))
         part = QuantizedArray.from_buffers(codes, scales, format, shape, global_scale=global_scale)
         if f"{name}.amax" in self.file.tensors:
             assert isinstance(part.buffers, Separate)
@@ -249,9 +251,10 @@ class _Reader:
             kind = typed(storage.scale_dtype_name, None).type
             scales = layout.scales_nbytes // (4 if storage.scale == "float32" else 1)
             stored["scales"] = self._take(f"{name}.scales", kind, (scales,))
-        for what, there in (("global_scale", storage.global_scale), ("amax", f"{name}.amax" in self.file.tensors)):
-            if there:
-                stored[what] = self._take(f"{name}.{what}", "F32", (sizes.num_groups,))
+        if storage.global_scale:
+            stored["global_scale"] = self._take(f"{name}.global_scale", "F32", (layout.num_global_scales,))
+        if f"{name}.amax" in self.file.tensors:
+            stored["amax"] = self._take(f"{name}.amax", "F32", (sizes.num_groups,))
 
         def make() -> GroupedPart:
             part = zeros_group(format, ragged, each, sizes, has_amax="amax" in stored)

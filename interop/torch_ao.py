@@ -41,6 +41,11 @@ def _tensor(part: QuantizedArray, dtype: Any, swizzled: bool) -> Any:
     storage, (outer, k) = part.format.storage, part.shape
     if storage.scale not in ("e8m0", "e4m3") or storage.block is None:
         raise ValueError(f"torchao has MX and NVFP4 tensors, this part is {part.format.name}; use to_torch")
+    if storage.rht or storage.global_per_row:
+        raise ValueError(
+            f"torchao's NVFP4 tensors hold values that are not rotated, under one global scale; this part is "
+            f"{part.format.name}; use to_torch, or quantize anew"
+        )
     block = storage.block[1]
     if k % block:
         raise ValueError(f"torchao takes k of a multiple of the block, {block}, this part is {part.shape}")

@@ -15,6 +15,9 @@ from hqarray.groups import Axis
 from . import loader, traits
 from .loader import Resources
 
+BUILT: dict[str, Format] = {name: format for name, format in FORMATS.items() if traits.not_built(format) is None}
+"""The rows of FORMATS that there are kernels for."""
+
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 DTYPES = ("bfloat16", "float16", "float32")
 AXES: tuple[Axis, ...] = ("outer", "k")
@@ -59,7 +62,7 @@ class Specialisation:
 
 def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
     """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other."""
-    formats: list[tuple[str, Format]] = list(FORMATS.items())
+    formats = list(BUILT.items())
     storages: dict[Storage, str] = {}
     for name, format in formats:
         storages.setdefault(format.storage, name)

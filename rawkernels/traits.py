@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
+from hqarray.formats import ROW, Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
 from hqarray.groups import Axis, Span, code_span, scale_span
 
 from . import geometry
@@ -52,8 +52,37 @@ def _is_built(element: Element) -> bool:
     return held and halves and element.bias >= 0
 
 
+def not_built(format: Format | Storage) -> str | None:
+    """What of a format, or of a storage, the kernels lack; None where they have all of it. The one place that knows."""
+    storage = format if isinstance(format, Storage) else format.storage
+    if storage.rht:
+        return "the Hadamard transform (rht)"
+    if storage.block is not None and storage.block[1] == ROW:
+        return "one scale for each row"
+    if storage.global_per_row:
+        return "one global scale for each row"
+    if isinstance(format, Storage):
+        return None
+    if format.is_stochastic:
+        return "stochastic rounding"
+    if isinstance(format.scaling, TwoLevel) and format.scaling != TwoLevel(448.0):
+        return "four-over-six and other bounds than 448"
+    return "blocks of 32x32" if format.amax_block == (32, 32) else None
+
+
+def _expect_built(format: Format | Storage) -> None:
+    lacking = not_built(format)
+    if lacking is not None:
+        name = format.element.name if isinstance(format, Storage) else format.name
+        raise NotImplementedError(
+            f"{name} has no CUDA kernels yet: they lack {lacking}; quantize, decode and multiply it as NumPy arrays "
+            f"(cupy.asnumpy)"
+        )
+
+
 def storage_traits(name: str, storage: Storage) -> str:
     """What decoding needs, as `struct name`."""
+    _expect_built(storage)
     element = storage.element
     facts = (element.exponent_bits, element.mantissa_bits, element.bias, element.specials)
     block = storage.block or (1, 1)
@@ -79,6 +108,7 @@ def format_traits(name: str, format: Format | None) -> str:
             f"scaling = NO_SCALING, block_rows = 0, block_columns = 0; "
             f"typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
         )
+    _expect_built(format)
     rule = format.scaling
     block = format.amax_block or (0, 0)
     scaling, rounding, pow2, epsilon, bound = "NO_SCALING", "UP", False, 0.0, 1.0

@@ -4,6 +4,7 @@ Sources: OCP MX v1.0 and OFP8 for elements and E8M0, TransformerEngine's order o
 rest. A real number is a Fraction, float("inf") or None for NaN.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from math import inf
 
@@ -160,6 +161,12 @@ def quantize(values, block, element, rule):
 def part(values, format):
     """(codes one a byte, logical scales as stored, global scale or None) of a float32 matrix in a format."""
     outer, k = values.shape
+    if getattr(format, "per_row", False) and k:  # each row is a matrix of its own
+        rows = [part(row[None], replace(format, per_row=False)) for row in values]
+        codes = np.concatenate([np.zeros((0, k), np.uint8), *(row[0] for row in rows)])
+        dtype, blocks = (np.float32, 1) if isinstance(format, FP8) else (np.uint8, -(-k // 16))
+        scales = np.concatenate([np.zeros((0, blocks), dtype), *(row[1] for row in rows)])
+        return codes, scales, None if isinstance(format, FP8) else np.array([row[2] for row in rows], np.float32)
     global_scale, repeats, nan = None, 1, np.nan
     match format:
         case FP8(element, pow2, epsilon) | FP8Block(element, _, pow2, epsilon):
@@ -167,7 +174,7 @@ def part(values, format):
             codes, scales = quantize(values, block, element, lambda amax: reciprocal(amax, element, pow2, epsilon))
             dtype = np.float32
         case MX(element, rule):
-            block, dtype, nan = (1, 32), np.uint8, 0xFF
+            block, dtype, nan, repeats = format.block, np.uint8, 0xFF, format.block[0]
             codes, scales = quantize(values, block, element, lambda amax: mx(amax, element, rule))
         case NVFP4(block):
             whole = largest(values)

@@ -215,7 +215,8 @@ def test_nbytes_counts_padding_and_scales():
 
 @named("duplicate", [lambda x: x.copy(), copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],
        ids=["copy", "deepcopy", "pickle"])
-@named("format", [*FORMATS, "mxfp8(rule=floor)", "fp8_block_1x128(element=e5m2,epsilon=1e-30)"])
+@named("format", [*FORMATS, "mxfp8(rule=floor)", "fp8_block_1x128(element=e5m2,epsilon=1e-30)",
+                  "nvfp4_row(rht=true,four_over_six=mse,global_bound=256)"])
 def test_a_duplicate_has_the_same_bytes_in_buffers_of_its_own(format, duplicate):
     array = hybrid(format, format, shape=(3, 5, 33), columnwise_source="rowwise_dequantized")
     again = duplicate(array)

@@ -188,8 +188,20 @@ def test_sqnr_by_slabs_is_that_of_the_whole(format: str, monkeypatch: pytest.Mon
     x[7, 7] = np.nan
     spoilt = hq.quantize(x, rowwise=format).rowwise
     assert spoilt is not None
-    lost = format in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4", "nvfp4_16x16")
+    lost = format in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4", "nvfp4_16x16", "nvfp4_row")
     assert np.isnan(convert.measure(x, spoilt)) == lost
+
+
+def test_formats_that_round_at_random_are_converted_by_the_seed(tmp_path: Path) -> None:
+    format = "nvfp4(rounding=stochastic)"
+    save(tmp_path / "a", {"w": A[:64, :64]})
+    for name, seed in (("b", "3"), ("c", "3"), ("d", "4")):
+        assert run(tmp_path / "a", tmp_path / name, f"--rowwise={format}", f"--seed={seed}") == 0
+    first, again, other = ((tmp_path / name).read_bytes() for name in "bcd")
+    assert first == again != other
+    wanted = hq.quantize(A[:64, :64], rowwise=format, seed=3).rowwise
+    assert wanted is not None
+    np.testing.assert_array_equal(load(tmp_path / "b")["w"].rowwise.codes, wanted.codes)
 
 
 def test_long_tables_list_the_worst(tmp_path: Path, capsys: Capture) -> None:
@@ -234,7 +246,8 @@ def test_wrong_options_are_one_line(source: Path, tmp_path: Path, capsys: Captur
     for arguments, message in (
         ([], "give rowwise, columnwise or both"),
         (["--rowwise=fp9"], "unknown format 'fp9'"),
-        (["--rowwise=nvfp4(rht=true)"], "not built yet"),
+        (["--rowwise=nvfp4(rht=1)"], "rht=1.0 is not one of False, True"),
+        (["--rowwise=nvfp4", "--seed=-1"], "seed=-1 is not from 0 to 2**64 - 1"),
         (["--style=fp8", "--rowwise=mxfp8"], "is mxfp8, and style 'fp8' holds"),
         (["--style=fp8", "--columnwise=fp8_e4m3"], "holds rowwise parts alone"),
         (["--rowwise=mxfp8", "--match=nothing*"], "no 2-D weight of a name like nothing*"),
@@ -246,6 +259,23 @@ def test_wrong_options_are_one_line(source: Path, tmp_path: Path, capsys: Captur
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_what_is_not_converted_is_named_where_nothing_else_is(tmp_path: Path, capsys: Capture) -> None:
+    save(tmp_path / "a", {"experts": np.zeros((2, 32, 32), np.float32), "ids": np.zeros((4, 4), np.int64)})
+    said = fails(capsys, tmp_path / "a", tmp_path / "b", "--rowwise=mxfp8")
+    assert "not 2-D are copied alone, as here 'ids' I64 [4, 4], 'experts' F32 [2, 32, 32]" in said
+    said = fails(capsys, tmp_path / "a", tmp_path / "b", "--rowwise=mxfp8", "--match=w*")
+    assert "no 2-D weight of a name like w*; it holds 'ids', 'experts'" in said
+
+
+def test_a_folder_is_no_file_to_write(
+    source: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (Path("."), tmp_path):
+        assert "is a directory; name a file in it" in fails(capsys, source, place, "--rowwise=mxfp8", "--force")
+    assert os.listdir(tmp_path) == ["in.safetensors"]
 
 
 def test_the_source_is_never_written(source: Path, tmp_path: Path, capsys: Capture) -> None:

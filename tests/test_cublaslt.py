@@ -14,8 +14,9 @@ from hqarray import cublaslt, gemm, info
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.cublaslt import Operand, Plan, Product, Refused
-from hqarray.formats import BFLOAT16, FORMATS
+from hqarray.formats import BFLOAT16
 from hqarray.layout import Tiled128x4, part_layout, round_up
+from hqarray.rawkernels.catalogue import BUILT
 
 # Numbers and widths of cublasLt.h 13.
 DESC = {"POINTER_MODE": (2, "i4"), "TRANSA": (3, "i4"), "TRANSB": (4, "i4"), "EPILOGUE": (7, "u4"),
@@ -262,7 +263,7 @@ def make(monkeypatch):
 
     def make(a, b, m, n, k, chip, dtype=FLOAT32, refuses=lambda library: False, out=None, aux=None, **epilogue):
         library.refuses = refuses
-        x, y = (_part_at(FORMATS[name], (outer, k)) for name, outer in ((a, m), (b, n)))
+        x, y = (_part_at(BUILT[name], (outer, k)) for name, outer in ((a, m), (b, n)))
         left, right = (gemm.Operand(part, part.format.storage, dtype, part.shape[:1]) for part in (x, y))
         engine = gemm.choose_engine(left.storage, right.storage, chip)
         last = gemm.Epilogue(**epilogue)
@@ -311,18 +312,18 @@ def test_ragged_shapes_on_blackwell_are_padded_with_zero_codes(make, name):
         assert (side.work.codes >= 0) == (name == "mxfp8")  # rows of 1008 bytes; 512 bytes are 1024 FP4 codes
 
 
-@pytest.mark.parametrize("b", FORMATS)
-@pytest.mark.parametrize("a", FORMATS)
+@pytest.mark.parametrize("b", BUILT)
+@pytest.mark.parametrize("a", BUILT)
 def test_every_call_on_hopper_is_one_product_over_k_with_zeros(make, a, b):
     m, n, k = 33, 50, 77
     call = make(a, b, m, n, k, (9, 0))
-    product, engine = call.plan.product, gemm.choose_engine(FORMATS[a].storage, FORMATS[b].storage, (9, 0)).name
+    product, engine = call.plan.product, gemm.choose_engine(BUILT[a].storage, BUILT[b].storage, (9, 0)).name
     width = round_up(k, 8)
     expected = {"bf16": width, "bf16x3": 3 * width, "fp32": width}
     if engine != "native":
         assert product.a.k == product.b.k == expected[engine] or engine == "fp32"
         assert product.a.type == ("float32" if engine == "fp32" else "bfloat16")
-        storages = [FORMATS[name].storage for name in (a, b)]
+        storages = [BUILT[name].storage for name in (a, b)]
         scalars = [s.global_scale or (s.block is None and s.scale != "none") for s in storages]
         assert product.device_scalars == any(scalars)
         assert [side.scalar_offset > 0 for side in call.sides] == scalars
@@ -405,7 +406,7 @@ def launched(make, monkeypatch):
         monkeypatch.setattr(cuda_calls.cupy, "ndarray", lambda shape, dtype: array_at(NEW, shape, dtype))
         call = make(a, b, m, n, k, chip, dtype, out=out, aux=aux, bias=bias, **options)
         monkeypatch.setattr(Plan, "run", lambda plan, *arguments: launches.append(("cublaslt", arguments)))
-        parts = [QuantizedArray(FORMATS[name], (outer, k), Packed(Memory(1 << 20), part_layout(FORMATS[name].storage,
+        parts = [QuantizedArray(BUILT[name], (outer, k), Packed(Memory(1 << 20), part_layout(BUILT[name].storage,
                  (outer, k)), False, False)) for name, outer in ((a, m), (b, n))]
         result = call(*parts, out, aux, bias)
         return call, result, launches, kept
@@ -467,11 +468,11 @@ def test_accumulation_into_a_result_of_any_shape(launched):
 ])
 def test_an_engine_that_is_not_exact_is_refused_with_the_reason(name, a, b, message):
     with pytest.raises(ValueError, match=message):
-        gemm.asked_engine(name, FORMATS[a].storage, FORMATS[b].storage, (9, 0))
+        gemm.asked_engine(name, BUILT[a].storage, BUILT[b].storage, (9, 0))
 
 
 def test_an_engine_by_name_or_value():
-    storage = FORMATS["fp8_e4m3"].storage
+    storage = BUILT["fp8_e4m3"].storage
     for name in ("native", "bf16", "bf16x3", "fp32"):
         assert gemm.asked_engine(name, storage, storage, (9, 0)).name == name
     fast = gemm.asked_engine(hq.Engine("native", fast_accumulate=True), storage, storage, (9, 0))

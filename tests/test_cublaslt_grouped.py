@@ -13,12 +13,13 @@ from test_cublaslt import SCALE, TYPES, Library
 from hqarray import cublaslt, cublaslt_grouped, gemm
 from hqarray.cublaslt import Refused
 from hqarray.cublaslt_grouped import Arrays, Plan, Product, Unavailable, refusal
-from hqarray.formats import BFLOAT16, FORMATS
+from hqarray.formats import BFLOAT16
 from hqarray.grouped_gemm import Request
 from hqarray.grouped_parts import GroupedPart, layout_of
 from hqarray.groups import SIZE_KINDS, Sizes, Span
 from hqarray.layout import part_layout, round_up
 from hqarray.rawkernels import geometry
+from hqarray.rawkernels.catalogue import BUILT
 
 named = pytest.mark.parametrize
 FLOAT32 = np.dtype(np.float32)
@@ -273,7 +274,7 @@ def array(shape, dtype, pointer=OUT_AT):
 
 
 def part_at(side, name, ragged, each, sizes):
-    format = FORMATS[name]
+    format = BUILT[name]
     memory = SimpleNamespace(ptr=PART_AT[side], device_id=0)
     return GroupedPart(format, layout_of(format, ragged, each, sizes), sizes, memory, False)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray.formats import ELEMENTS, FORMATS, SCALES, Format, as_format, scale_values
+from hqarray.formats import ELEMENTS, FORMATS, ROW, SCALES, Format, as_format, scale_values
 
 named = pytest.mark.parametrize
 
@@ -19,17 +19,20 @@ ELEMENT_FACTS = {  # bits, largest, max_exponent, significand bits, NaN code, sm
 FORMAT_FACTS = {  # element, block, scale kind, global scale, amax block, measures amax
     "fp8_e4m3": ("e4m3", None, "float32", False, None, True),
     "fp8_e5m2": ("e5m2", None, "float32", False, None, True),
+    "fp8_row_e4m3": ("e4m3", (1, ROW), "float32", False, (1, ROW), False),
     "fp8_block_1x128": ("e4m3", (1, 128), "float32", False, (1, 128), False),
     "fp8_block_1x128_pow2": ("e4m3", (1, 128), "float32", False, (1, 128), False),
     "fp8_block_128x128": ("e4m3", (128, 128), "float32", False, (128, 128), False),
     "fp8_block_128x128_pow2": ("e4m3", (128, 128), "float32", False, (128, 128), False),
     "mxfp8": ("e4m3", (1, 32), "e8m0", False, (1, 32), False),
     "mxfp8_e5m2": ("e5m2", (1, 32), "e8m0", False, (1, 32), False),
+    "mxfp8_32x32": ("e4m3", (1, 32), "e8m0", False, (32, 32), False),
     "mxfp6_e2m3": ("e2m3", (1, 32), "e8m0", False, (1, 32), False),
     "mxfp6_e3m2": ("e3m2", (1, 32), "e8m0", False, (1, 32), False),
     "mxfp4": ("e2m1", (1, 32), "e8m0", False, (1, 32), False),
     "nvfp4": ("e2m1", (1, 16), "e4m3", True, (1, 16), True),
     "nvfp4_16x16": ("e2m1", (1, 16), "e4m3", True, (16, 16), True),
+    "nvfp4_row": ("e2m1", (1, 16), "e4m3", True, (1, 16), False),
     "bf16": ("bfloat16", None, "none", False, None, False),
     "fp16": ("float16", None, "none", False, None, False),
     "fp32": ("float32", None, "none", False, None, False),
@@ -171,11 +174,32 @@ def test_an_epsilon_that_is_no_number_is_a_type_error(make):
         make()
 
 
-@named("options", [{"rht": True}, {"rounding": "stochastic"}, {"four_over_six": "mae"}, {"four_over_six": "mse"}],
-       ids=str)
-def test_options_of_a_later_issue_say_that_they_are_not_built(options):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}=.*not built yet"):
-        hq.NVFP4(**options)
+OPTIONS = ("nvfp4(rht=true)", "nvfp4(rounding=stochastic)", "nvfp4_16x16(four_over_six=mae)",
+           "nvfp4(four_over_six=mse,global_bound=256)", "nvfp4_row(rht=true,rounding=stochastic,four_over_six=mae)",
+           "mxfp4(block=32x32)", "fp8_e5m2(per_row=true)")
+
+
+@named("name", OPTIONS)
+def test_a_format_of_many_options_has_a_name_that_gives_it_back(name):
+    format = as_format(name)
+    assert as_format(format.name) == format and hash(as_format(format.name)) == hash(format)
+
+
+def test_what_reading_needs_is_in_the_storage_and_what_rounded_is_not():
+    plain = hq.NVFP4().storage
+    for rounding in (hq.NVFP4(rounding="stochastic"), hq.NVFP4(four_over_six="mae", global_bound=256)):
+        assert rounding.storage == plain
+    assert hq.NVFP4(rht=True).storage != plain != hq.NVFP4(per_row=True).storage
+    assert hq.MX(block=(32, 32)).storage == hq.MX().storage and hq.MX(block=(32, 32)).transposable
+
+
+def test_bounds_and_blocks_that_are_not_in_the_table_are_refused():
+    with pytest.raises(ValueError, match="global_bound=300 is not one of 448, 256"):
+        hq.NVFP4(global_bound=300)
+    with pytest.raises(ValueError, match=r"per_row=True needs block=\(1, 16\)"):
+        hq.NVFP4((16, 16), per_row=True)
+    with pytest.raises(ValueError, match=r"MX: block=\(1, 16\) is not one of \(1, 32\), \(32, 32\)"):
+        hq.MX(block=(1, 16))
 
 
 def test_scale_tables_are_read_only_and_complete():

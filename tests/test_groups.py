@@ -142,9 +142,10 @@ def test_members_lie_apart_and_within_their_segments(format, ragged, each):
             if ragged == "outer":  # rows as they come
                 pitch = hq.layout.part_layout(storage, (1, each)).codes
                 np.testing.assert_array_equal(codes, known_sizes.starts[:-1] * pitch.pitch * pitch.itemsize)
-            code_end, scale_end = 0, layout.scales_offset
+            code_end, scale_end, globals_of_all = 0, layout.scales_offset, 0
             for size, code, scale in zip(sizes, codes, scales, strict=True):
                 alone = hq.layout.part_layout(storage, layout.shape(size))
+                globals_of_all += alone.num_global_scales
                 assert code >= code_end and code % PITCH == 0
                 assert scale >= scale_end
                 code_end = code + layout.shape(size)[0] * alone.codes.pitch * alone.codes.itemsize
@@ -156,7 +157,8 @@ def test_members_lie_apart_and_within_their_segments(format, ragged, each):
             offsets = (layout.scales_offset, layout.global_scale_offset)
             assert all(offset % ALIGNMENT == 0 for offset in offsets)
             scalars = [layout.global_scale_offset, layout.amax_offset, layout.work_offset, layout.nbytes]
-            assert all(b - a >= 4 * len(sizes) for a, b in pairwise(scalars))
+            counts = (globals_of_all, len(sizes), len(sizes))
+            assert all(b - a >= 4 * count for (a, b), count in zip(pairwise(scalars), counts, strict=True))
 
 
 @named("direction", ["rowwise", "columnwise"])
@@ -170,6 +172,7 @@ def test_bytes_of_a_member_are_those_of_a_part_alone_without_the_rows_up_to_16(f
             part = group.part(direction)
             base = part.base
             codes, scales = part.layout.starts(sizes.values)
+            globals_before = 0
             for i, (start, size) in enumerate(zip(sizes.starts, sizes.host, strict=False)):
                 alone = getattr(hq.quantize(values[start : start + size], **{direction: format}), direction)
                 packed, layout = alone.buffers.base, alone.buffers.layout
@@ -179,10 +182,12 @@ def test_bytes_of_a_member_are_those_of_a_part_alone_without_the_rows_up_to_16(f
                 scale_bytes = alone.scales.nbytes if one else int(np.prod(layout.scales_shape)) * alone.scales.itemsize
                 there = packed[layout.scales_offset : layout.scales_offset + scale_bytes]
                 np.testing.assert_array_equal(base[scales[i] : scales[i] + scale_bytes], there)
-                for name in ("global_scale", "amax"):
-                    if getattr(alone, name) is not None:
-                        at = getattr(part.layout, f"{name}_offset") + 4 * i
-                        np.testing.assert_array_equal(base[at : at + 4], getattr(alone, name).view(np.uint8))
+                for name, before in (("global_scale", globals_before), ("amax", i)):
+                    wanted = getattr(alone, name)
+                    if wanted is not None:
+                        at = getattr(part.layout, f"{name}_offset") + 4 * before
+                        np.testing.assert_array_equal(base[at : at + wanted.nbytes], wanted.view(np.uint8))
+                globals_before += layout.num_global_scales
 
 
 @formats()

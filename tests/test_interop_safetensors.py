@@ -36,7 +36,11 @@ def same_groups(actual: Any, expected: hq.GroupedArray) -> None:
 # --- our own files ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", hq.FORMATS)
+OPTIONS = ("nvfp4(rht=true,four_over_six=mae)", "nvfp4_row(rht=true,global_bound=256)", "mxfp4(block=32x32)")
+"""Formats that no short name stands for."""
+
+
+@pytest.mark.parametrize("format", [*hq.FORMATS, *OPTIONS])
 @pytest.mark.parametrize("shape", testing.SHAPES)
 def test_hybrid_arrays_come_back_bit_for_bit(format: str, shape: str, tmp_path: Path) -> None:
     x = testing.matrix("nans", testing.SHAPES[shape])
@@ -123,7 +127,7 @@ def test_groups_come_back_bit_for_bit_with_their_sizes(name: str, tmp_path: Path
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("format", hq.FORMATS)
+@pytest.mark.parametrize("format", [*hq.FORMATS, *OPTIONS])
 @pytest.mark.parametrize("sizes", [[130], [0, 1, 129], [17, 16, 97, 0]])
 def test_groups_of_every_format_come_back(format: str, sizes: list[int], tmp_path: Path) -> None:
     group = hq.grouped_quantize(X, sizes, rowwise=format, columnwise=format)
@@ -146,6 +150,25 @@ def test_plain_arrays_are_the_tensors_they_are(tmp_path: Path) -> None:
     for name, array in arrays.items():
         assert_bitwise_equal(found[name], np.asarray(array))
     assert found["s"].shape == ()
+
+
+def test_tensors_of_torch_and_jax_are_saved_with_their_types(tmp_path: Path) -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    x = torch.linspace(-3, 3, 24).reshape(4, 6)
+    given = {"f32": x.requires_grad_(), "bf16": x.detach().bfloat16().t(), "e5m2": x.detach().to(torch.float8_e5m2),
+             "i64": torch.arange(3), "jax": jnp.arange(5, dtype=jnp.float16)}
+    save(tmp_path / "x", given)
+    with safetensors.safe_open(tmp_path / "x", "pt") as file:
+        for name in ("f32", "bf16", "e5m2", "i64"):
+            there = file.get_tensor(name)
+            assert there.dtype == given[name].dtype
+            ours, theirs = (t.detach().contiguous().view(torch.uint8) for t in (there, given[name]))
+            assert torch.equal(ours, theirs)
+    assert (load(tmp_path / "x")["jax"] == np.arange(5, dtype=np.float16)).all()
+    for bad, text in ((x.detach().to_sparse(), "cannot be read by DLPack"), ([1.0], "'bad' is list; save takes")):
+        with pytest.raises(TypeError, match=text):
+            save(tmp_path / "y", {"bad": bad})
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_buffers_are_the_file_and_nothing_is_read_at_once(tmp_path: Path) -> None:

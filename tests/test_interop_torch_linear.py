@@ -54,6 +54,34 @@ def test_results_are_those_of_linear_forward_and_backward(recipe, lead, dtype, d
         assert_same(actual, wanted, name)
 
 
+RANDOM = hq.Recipe(
+    ("nvfp4", "nvfp4(rht=true)"), "nvfp4", ("nvfp4(rounding=stochastic)", "nvfp4(rounding=stochastic,rht=true)")
+)
+
+
+def test_a_recipe_that_rounds_at_random_draws_from_torchs_generator():
+    x, w, dy = tensors("cpu", (24, 64), (40, 64), (24, 40))
+
+    def step(seed):
+        torch.manual_seed(seed)
+        y = hqt.linear(x, w, RANDOM)
+        first = torch.autograd.grad(y, (x, w), dy.detach(), retain_graph=True)
+        for once, again in zip(first, torch.autograd.grad(y, (x, w), dy.detach()), strict=True):
+            assert_same(once, again)
+        g = hqt.grouped_linear(x, w[None], [24], RANDOM)
+        return y, *first, g, *torch.autograd.grad(g, (x, w), dy.detach())
+
+    one, same, other = step(1), step(1), step(2)
+    for a, b in zip(one, same, strict=True):
+        assert_same(a, b)
+    for number in (1, 2, 4, 5):  # forward rounds to nearest
+        assert not torch.equal(one[number], other[number])
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    hqt.linear(x, w, "nvfp4")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_bias_is_added_in_float32_and_its_gradient_is_a_sum_over_rows(device):
     x, w, b, dy = tensors(device, (3, 8, 64), (32, 64), (32,), (3, 8, 32), dtype=torch.bfloat16)
     y = hqt.linear(x, w, "mxfp8", b)
@@ -97,7 +125,7 @@ def test_only_what_a_gradient_needs_is_quantized(needs, device, monkeypatch):
     x, w, b = (t.requires_grad_(bool(n)) for t, n in zip(made, needs, strict=True))
     asked = []
 
-    def quantize(values, *, rowwise=None, columnwise=None):
+    def quantize(values, *, rowwise=None, columnwise=None, seed=None):
         asked.append((rowwise is not None, columnwise is not None))
         return hq.quantize(values, rowwise=rowwise, columnwise=columnwise)
 
@@ -191,6 +219,47 @@ def test_a_second_derivative_is_refused(device):
         assert_same(dx, plain)
         with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice.*torch\.nn\.functional\.linear"):
             dx.square().sum().backward()
+
+
+def test_another_kind_of_device_is_refused():
+    x = torch.zeros(4, 32, device="meta")
+    with pytest.raises(TypeError, match="x is on meta; hqarray computes on the CPU and on CUDA devices"):
+        hqt.linear(x, x, "mxfp8")
+
+
+TRANSFORMS = {
+    "grad": lambda f, w: torch.func.grad(lambda w: f(w).sum())(w),
+    "vmap": lambda f, w: torch.vmap(f)(torch.stack([w, w])),
+    "jvp": lambda f, w: torch.func.jvp(f, (w,), (w,)),
+    "jacrev": lambda f, w: torch.func.jacrev(f)(w),
+    "forward_mode": lambda f, w: forward_mode(f, w),
+    "batched_grads": lambda f, w: torch.autograd.functional.jacobian(lambda w: f(w).sum(), w, vectorize=True),
+}
+
+
+def forward_mode(f, w):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(w, w))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # by torch's own forward mode
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_that_need_rules_of_their_own_are_refused_by_name(transform, grouped, device):
+    x, w = (torch.randn(*shape).to(device) for shape in ((6, 32), (16, 32)))
+
+    def layer(w):
+        return hqt.grouped_linear(x, w[None], [6], "mxfp8") if grouped else hqt.linear(x, w, "mxfp8")
+
+    with pytest.raises(NotImplementedError, match=r"hqarray's linear layers .*(autograd\.grad|leave out is_grads_ba)"):
+        TRANSFORMS[transform](layer, w)
+
+
+def test_a_module_is_called_with_other_parameters(device):
+    layer = hqt.Linear(32, 16, recipe="mxfp8").to(device)
+    x, other = torch.randn(4, 32).to(device), torch.randn(16, 32).to(device)
+    y = torch.func.functional_call(layer, {"weight": other}, x)
+    assert torch.equal(y, hqt.linear(x, other, "mxfp8", layer.bias))
 
 
 def test_backward_twice_needs_retain_graph_and_saved_memory_is_freed(device):
@@ -314,7 +383,7 @@ def test_a_module_says_its_formats_where_its_recipe_has_no_name():
     recipe = hq.Recipe("mxfp8", ("mxfp8", "nvfp4"), "nvfp4")
     assert "recipe=(mxfp8, mxfp8/nvfp4, nvfp4)" in repr(hqt.Linear(4, 4, recipe=recipe))
     assert repr(hqt.GroupedLinear(2, 4, 8, recipe="fp8")) == (
-        "GroupedLinear(num_groups=2, in_features=4, out_features=8, recipe=fp8)"
+        "GroupedLinear(num_groups=2, in_features=4, out_features=8, bias=False, recipe=fp8)"
     )
 
 

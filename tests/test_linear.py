@@ -115,11 +115,38 @@ def test_shapes_that_do_not_fit_are_named(xp):
         hq.linear_backward(dy.T, saved)
 
 
-def test_a_recipe_that_rotates_one_operand_only_is_refused_when_it_is_made(monkeypatch):
-    rotated = object.__new__(hq.NVFP4)
-    for field, value in (("block", (1, 16)), ("rht", True), ("rounding", "nearest"), ("four_over_six", None)):
-        object.__setattr__(rotated, field, value)
-    assert rotated.storage.rht
+def test_a_recipe_that_rotates_one_operand_only_is_refused_when_it_is_made():
+    rotated = hq.NVFP4(rht=True)
     hq.Recipe(("nvfp4", rotated), "nvfp4", ("nvfp4", rotated))
     with pytest.raises(ValueError, match=r"wgrad would multiply nvfp4 by nvfp4.*one is Hadamard-rotated"):
         hq.Recipe(("nvfp4", rotated), "nvfp4", "nvfp4")
+
+
+RANDOM = hq.Recipe(
+    ("nvfp4", "nvfp4(rht=true)"), "nvfp4(rounding=stochastic)",
+    ("nvfp4(rounding=stochastic)", "nvfp4(rounding=stochastic,rht=true)"),
+)
+
+
+def test_seeds_decide_what_a_stochastic_recipe_gives():
+    x, w, dy = (testing.matrix("gauss", shape, seed=i) for i, shape in enumerate(((40, 64), (24, 64), (40, 24))))
+
+    def step(forward, backward):
+        y, saved = hq.linear_forward(x, w, RANDOM, seed=forward)
+        return y, *hq.linear_backward(dy, saved, seed=backward)
+
+    first = step(1, 2)
+    for ours, theirs in zip(first, step(np.array([1], np.uint64), np.array([2], np.int64)), strict=True):
+        testing.assert_bitwise_equal(ours, theirs)
+    for ours, other in zip(first, step(3, 4), strict=True):
+        assert not np.array_equal(ours, other)
+    exact = (x @ w.T, dy @ w, dy.T @ x)
+    assert all(np.linalg.norm(a - b) < 0.3 * np.linalg.norm(b) for a, b in zip(first, exact, strict=True))
+    with pytest.raises(ValueError, match=r"nvfp4\(rounding=stochastic\) rounds at random and needs seed="):
+        hq.linear_forward(x, w, RANDOM)
+
+
+def test_x_and_w_of_one_seed_draw_other_numbers():
+    x = testing.matrix("gauss", (32, 64))
+    _, saved = hq.linear_forward(x, x, "nvfp4(rounding=stochastic)", seed=5)
+    assert not np.array_equal(saved.x.columnwise.codes, saved.w.columnwise.codes)

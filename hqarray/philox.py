@@ -1,0 +1,85 @@
+"""Random bits by counter, for stochastic rounding: Philox4x32-10 (Salmon et al., SC 2011).
+
+The draw of an element is a function of the seed, the part, and the element's row and column in the part, of nothing
+else: neither of the launch, nor of the tile, nor of where a matrix lies in a group. One call of Philox serves 8
+consecutive elements of a row of the part, columns 8 j to 8 j + 7, "a piece":
+
+    key      (seed mod 2^32, seed / 2^32), the seed as 64 unsigned bits
+    counter  (j mod 2^32, row mod 2^32, row / 2^32, part + 2 * (j / 2^32)), part 0 rowwise, 1 columnwise
+    draw     of element i of the piece: 16 bits, half i % 2 (the low one first) of word i / 2
+
+Rows and columns are those of the K-major part, so a row of the columnwise part is a column of X; of N-D arrays they
+are those of the 2-D view, of a member of a group its own. The columns of a ragged end draw as if the piece were whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+
+PIECE = 8
+"""Consecutive elements of a row that one call serves."""
+
+ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+    """Four random words, below 2^32 in uint64, for counters of four words each, which broadcast, and a key of two."""
+    c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
+    for number in range(ROUNDS):
+        k0, k1 = (np.uint64((word + number * step) & 0xFFFFFFFF) for word, step in zip(key, WEYL, strict=True))
+        first, second = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (second >> HALF) ^ c1 ^ k0, second & LOW, (first >> HALF) ^ c3 ^ k1, first & LOW
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Where the random numbers of a call come from.
+
+    seed    an integer below 2^64, or an array of one uint64 or int64 in the memory of the values, read when codes are
+            made: a captured CUDA graph draws anew when the caller changes it
+    turned  the matrix is X.T: what is called its rowwise part is the columnwise one, and draws as that
+    """
+
+    seed: Any
+    turned: bool = False
+
+    @property
+    def T(self) -> Draws:
+        """Of the transposed matrix."""
+        return Draws(self.seed, not self.turned)
+
+    def of(self, direction: Literal["rowwise", "columnwise"]) -> PartDraws:
+        """Of one part, for NumPy: an array's seed is read here."""
+        seed = self.seed if isinstance(self.seed, int) else int(self.seed.reshape(()))
+        return PartDraws(seed % (1 << 64), int((direction == "columnwise") != self.turned))
+
+
+@dataclass(frozen=True, slots=True)
+class PartDraws:
+    """The draws of one part: a seed, and 0 for the rowwise or 1 for the columnwise one."""
+
+    seed: int
+    part: int
+
+    def bits(self, top: int, left: int, rows: int, columns: int) -> npt.NDArray[np.uint16]:
+        """Draws of a tile of the part from (top, left), uint16 (rows, columns); left and columns are whole pieces."""
+        assert left % PIECE == 0 and columns % PIECE == 0
+        row = np.arange(top, top + rows, dtype=np.uint64)[:, None]
+        piece = np.arange(left // PIECE, (left + columns) // PIECE, dtype=np.uint64)[None, :]
+        last = np.uint64(self.part) + (piece >> HALF) * np.uint64(2)
+        words = philox((piece & LOW, row & LOW, row >> HALF, last), (self.seed & 0xFFFFFFFF, self.seed >> 32))
+        stored = np.empty((rows, columns // PIECE, 4), "<u4")
+        for number, word in enumerate(words):
+            stored[:, :, number] = word
+        return stored.view("<u2").reshape(rows, columns)
