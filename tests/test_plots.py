@@ -57,11 +57,12 @@ def test_a_plot_draws_into_the_axes_given_or_makes_a_figure(name: str) -> None:
 def test_the_histogram_counts_every_element_once() -> None:
     x = X.copy()
     x[0, :5] = 0, np.nan, np.inf, 0, 0
-    ax = hq.plot_error(x, ["mxfp8", "mxfp4", "fp8_e4m3", "fp32"])
-    for line, name in zip(ax.get_lines(), ["mxfp8", "mxfp4", "fp8_e4m3", "fp32"], strict=True):
+    names = ["mxfp8", "mxfp4", "fp8_e4m3", "fp32", "nvfp4_row", "nvfp4(rht=true)", "nvfp4(rounding=stochastic)"]
+    ax = hq.plot_error(x, names)
+    for line, name in zip(ax.get_lines(), names, strict=True):
         finite = np.isfinite(x) & (x != 0)
         with np.errstate(all="ignore"):
-            q = hq.fake_quantize(x, name).astype(np.float64)
+            q = hq.fake_quantize(x, name, seed=0 if "stochastic" in name else None).astype(np.float64)
             errors = (np.abs(q - x) / np.abs(x.astype(np.float64)))[finite & ~np.isnan(q)]
         exact = (errors == 0).mean()
         assert line.get_label() == f"{name} ({exact:.1%} exact)"
