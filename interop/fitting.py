@@ -55,6 +55,7 @@ def _found(
         types = (element if element in typed else BYTES, storage.scale_dtype_name)
         if kinds == types[: 1 if storage.scale == "none" else 2] and (
             (num_global is not None) == storage.global_scale and not storage.pow2
+            and (num_global not in (None, 1)) == storage.global_per_row  # of one row it is the scale of the matrix
         ):
             alike.setdefault(storage, format)
     if kinds[0] == BYTES and len(alike) > 1:
@@ -68,8 +69,7 @@ def _fits(
     """Whether scales of these sizes are those of codes of these."""
     outer, columns = sizes[0]
     matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
-    by_row = num_global not in (None, 1)  # of one row it is the scale of the matrix
-    if by_row != storage.global_per_row or (by_row and num_global != storage.num_global_scales(matrix)):  # type: ignore[arg-type]
+    if storage.global_per_row and num_global != storage.num_global_scales(matrix):  # type: ignore[arg-type]
         return False
     if len(sizes) == 1 or (storage.block is None and prod(sizes[1]) == 1):
         return True

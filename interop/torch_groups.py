@@ -67,7 +67,11 @@ def _views(format: Format, layout: GroupedLayout, size: int | None, capacity: in
             step = layout.scales.units(size) * layout.scales.nbytes // scale_size
             scales = _View(scales_type, start, (groups, *probe.shape), (step, *probe.stride()))
     if storage.global_scale:
-        whole = _View(torch.float32, layout.global_scale_offset // 4, (groups,), (1,))
+        count = layout.num_global_scales
+        by_member = shape is not None and storage.global_per_row
+        each = count // max(groups, 1)
+        whole = _View(torch.float32, layout.global_scale_offset // 4, (groups, each) if by_member else (count,),
+                      (each, 1) if by_member else (1,))
     return codes, scales, whole
 
 
@@ -157,8 +161,12 @@ def _checked(given: TorchPart | tuple[Any, ...]) -> TorchPart:
 
 def _first(part: TorchPart) -> TorchPart:
     """A member's tensors, by whose types and shapes its format is told."""
-    scales = part.scales if part.scales is None or part.scales.ndim != 3 else part.scales[0]
-    return TorchPart(part.codes[0], scales, part.global_scale)
+    scales, whole = part.scales, part.global_scale
+    if scales is not None and scales.ndim == 3:
+        scales = scales[0]
+    if whole is not None and len(part.codes) and whole.numel() % len(part.codes) == 0:
+        whole = whole.reshape(len(part.codes), -1)[0]
+    return TorchPart(part.codes[0], scales, whole)
 
 
 def _part_of(part: TorchPart, given: Any, outer: Sizes, k: Sizes) -> GroupedPart:

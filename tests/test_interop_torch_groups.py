@@ -93,7 +93,8 @@ def test_codes_of_experts_that_torch_holds_are_taken(name, device):
         None if t is None else (t.view(torch.uint8) if t.element_size() == 1 else t).contiguous().view(t.dtype)
         for t in tensors
     ))
-    back = hqt.from_torch(hqt.TorchGroup(plain))
+    # a scale for each row may also be one of a block that is longer than the row
+    back = hqt.from_torch(hqt.TorchGroup(plain), format=name if name == "fp8_block_1x128" else None)
     assert back.shape == (4, 40, 72) and back.rowwise.format.storage == group.rowwise.format.storage
     assert_same_members(back, group.drop(columnwise=True))
     x = numpy_or_cupy(device).asarray(testing.matrix("gauss", (130, 72)))
