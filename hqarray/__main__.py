@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors")
     report.add_argument("--formats", metavar="NAME,...", help="what to study, e.g. 'fp8,mxfp8(rule=floor)'")
     report.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
-    report.add_argument("--html", metavar="FILE", help="write the tables as one page; - as for --json")
+    report.add_argument("--html", metavar="FILE",
+                        help="write the tables as one page, with plots if matplotlib is installed; - as for --json")
     report.set_defaults(run=_report)
 
     about = commands.add_parser("info", help="versions, GPU, libcublasLt, and the engine of each pair of formats")
