@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hqarray.formats import ROW, Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
-from hqarray.groups import Axis, Span, code_span, scale_span
+from hqarray import hadamard
+from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
+from hqarray.groups import Axis, Span, code_span, global_span, scale_span
 
 from . import geometry
 from .geometry import Tile
@@ -52,17 +53,13 @@ def _is_built(element: Element) -> bool:
     return held and halves and element.bias >= 0
 
 
-def not_built(format: Format | Storage) -> str | None:
-    """What of a format, or of a storage, the kernels lack; None where they have all of it. The one place that knows."""
-    storage = format if isinstance(format, Storage) else format.storage
+def not_built(format: Format) -> str | None:
+    """What the kernels lack to quantize to a format; None where they have it. Every storage is decoded and multiplied."""
+    storage = format.storage
     if storage.rht:
         return "the Hadamard transform (rht)"
-    if storage.block is not None and storage.block[1] == ROW:
-        return "one scale for each row"
-    if storage.global_per_row:
-        return "one global scale for each row"
-    if isinstance(format, Storage):
-        return None
+    if format.measures_rows:
+        return "a scale for each row"
     if format.is_stochastic:
         return "stochastic rounding"
     if isinstance(format.scaling, TwoLevel) and format.scaling != TwoLevel(448.0):
@@ -70,19 +67,17 @@ def not_built(format: Format | Storage) -> str | None:
     return "blocks of 32x32" if format.amax_block == (32, 32) else None
 
 
-def _expect_built(format: Format | Storage) -> None:
+def _expect_built(format: Format) -> None:
     lacking = not_built(format)
     if lacking is not None:
-        name = format.element.name if isinstance(format, Storage) else format.name
         raise NotImplementedError(
-            f"{name} has no CUDA kernels yet: they lack {lacking}; quantize, decode and multiply it as NumPy arrays "
+            f"{format.name} has no CUDA kernels yet that quantize: they lack {lacking}; quantize a NumPy array "
             f"(cupy.asnumpy)"
         )
 
 
 def storage_traits(name: str, storage: Storage) -> str:
     """What decoding needs, as `struct name`."""
-    _expect_built(storage)
     element = storage.element
     facts = (element.exponent_bits, element.mantissa_bits, element.bias, element.specials)
     block = storage.block or (1, 1)
@@ -95,8 +90,11 @@ def storage_traits(name: str, storage: Storage) -> str:
     static constexpr bool hardware_fp6 = {_cpp(facts in _FP6_CONVERSIONS)};
     static constexpr int scale = {_SCALES[storage.scale]};
     static constexpr bool one_scale = {_cpp(storage.block is None)};
-    static constexpr int scale_rows = {block[0]}, scale_columns = {block[1]};
-    static constexpr bool global_scale = {_cpp(storage.global_scale)};
+    static constexpr int scale_rows = {block[0]};
+    static constexpr i64 scale_columns = {block[1]};
+    static constexpr bool global_scale = {_cpp(storage.global_scale)}, global_per_row = {_cpp(storage.global_per_row)};
+    static constexpr bool rht = {_cpp(storage.rht)};
+    static constexpr u32 signs = {_SIGNS:#x};
 """
 
 
@@ -127,6 +125,9 @@ def format_traits(name: str, format: Format | None) -> str:
 }};
 """
     )
+
+
+_SIGNS = sum(1 << i for i, sign in enumerate(hadamard.SIGNS) if sign < 0)
 
 
 def _cpp(value: bool) -> str:
@@ -166,8 +167,8 @@ def _grouped(grouped: bool, **spans: Span | None) -> str:
     """Whether the rows are those of many matrices, and how a member's segments are found."""
     text = f"#define GROUPED {int(grouped)}\n"
     for name, span in spans.items() if grouped else ():
-        one = span or Span(1, 1)
-        text += f"#define {name} hq::Span<{one.divide}, {one.multiple}>\n"
+        divide, multiple = (span or Span(1, 1)).in_kernels
+        text += f"#define {name} hq::Span<{divide}, {multiple}>\n"
     return text
 
 
@@ -198,6 +199,12 @@ def amax_launch(dtype: str, aligned: bool, grouped: bool = False) -> Launch:
     return Launch(Source("amax.cu", "hq_amax", text + _grouped(grouped)), tile, 0)
 
 
+def _spans(storage: Storage, ragged: Axis) -> dict[str, Span | None]:
+    """How decoding finds a member's codes, scales and lines' global scales; of the spans only what kernels are told."""
+    return {"Codes": code_span(storage, ragged, 8, 1), "Scales": scale_span(storage, ragged, 8),
+            "GlobalScales": global_span(storage, ragged, 8)}
+
+
 def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: bool, grouped: bool = False) -> Launch:
     """The dequantize kernel of a storage to an output dtype; grouped: of many matrices."""
     tile = geometry.dequantize_tile(storage, transposed)
@@ -207,8 +214,7 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(tile, aligned, geometry.dequantize_min_blocks(storage, dtype, transposed, shared))
         + f"constexpr int TRANSPOSED = {int(transposed)};\n"
-        + _grouped(grouped, Codes=code_span(storage, ragged, 8, 1), Scales=scale_span(storage, ragged, 8))
-        + storage_traits("Part", storage) + "};\n"
+        + _grouped(grouped, **_spans(storage, ragged)) + storage_traits("Part", storage) + "};\n"
     )
     return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
 
@@ -231,7 +237,13 @@ def transpose_launch(storage: Storage) -> Launch:
 
 
 def left_to_alpha(storage: Storage) -> tuple[Storage, bool]:
-    """What the decode kernel multiplies by itself, and whether a scale of the whole matrix is left to alpha."""
+    """What the decode kernel multiplies by itself, and whether a scale of the whole matrix is left to alpha.
+
+    Rotated values are multiplied as they are.
+    """
+    storage = replace(storage, rht=False)
+    if storage.global_per_row:
+        return storage, False
     if storage.scale != "none" and storage.block is None:
         return replace(storage, scale="none"), True
     return replace(storage, global_scale=False), storage.global_scale
@@ -246,7 +258,7 @@ def decode_launch(storage: Storage, dtype: str, terms: int, split: bool, ragged:
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(geometry.DECODE_TILE, True, 4 if few else 2)
         + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\nconstexpr bool RAGGED_K = {_cpp(ragged == 'k')};\n"
-        + _grouped(ragged is not None, Codes=code_span(part, axis, 8, 1), Scales=scale_span(part, axis, 8))
+        + _grouped(ragged is not None, **_spans(part, axis))
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )
     return Launch(Source("decode.cu", "hq_decode", text), geometry.DECODE_TILE, 0)
