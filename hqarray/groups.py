@@ -89,7 +89,7 @@ class Span:
 
     @property
     def in_kernels(self) -> tuple[int, int]:
-        """divide and multiple as kernels take them, who count sizes in 31 bits."""
+        """Divide and multiple as kernels take them, who count sizes in 31 bits."""
         return min(self.divide, MOST_COUNTED), self.multiple
 
     def units(self, sizes: Any) -> Any:

@@ -19,7 +19,7 @@ BUILT: dict[str, Format] = {name: format for name, format in FORMATS.items() if 
 """The rows of FORMATS that there are kernels for to quantize."""
 
 STORED: dict[str, Format] = FORMATS | {name: as_format(name) for name in ("nvfp4(rht=true)",)}
-"""Formats whose storages are all that there are kernels for to decode: FORMATS, and what an option stores differently."""
+"""Formats by whose storages parts are decoded: FORMATS, and the option that stores a part differently."""
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 DTYPES = ("bfloat16", "float16", "float32")

@@ -1,4 +1,4 @@
-// The random Hadamard transform of hadamard.py on 16 values, of which a thread holds 8. g++ compiles all but the exchange.
+// The random Hadamard transform of hadamard.py on 16 values, of which a thread holds 8. g++ compiles it too.
 #pragma once
 #include "codec.cuh"
 
@@ -23,7 +23,16 @@ HQ_FN float joined(float own, float other, bool upper) { return upper ? other - 
 // The diagonal's entry, of which bit i of `signs` is set where it is -1.
 HQ_FN float sign_of(u32 signs, int i, bool upper) { return float_of(0x3F800000u | (signs >> (upper ? i + 8 : i) & 1) << 31); }
 
+// A product that the compiler does not make a flip of the sign of, which would show in a NaN.
+HQ_FN float product(float a, float b) {
 #ifdef __CUDACC__
+    asm("mul.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+#else
+    return a * b;
+#endif
+}
+
 // 8 of 16 values times H; lane ^ APART holds the others. For the lanes of `mask`.
 template <int APART>
 HQ_FN void transform(float (&value)[8], bool upper, u32 mask) {
@@ -32,15 +41,14 @@ HQ_FN void transform(float (&value)[8], bool upper, u32 mask) {
     for (int i = 0; i < 8; ++i) value[i] = joined(value[i], __shfl_xor_sync(mask, value[i], APART), upper);
 }
 
-// hadamard.rotate_back. A product with -1, not a sign that is flipped: NaN stays canonical.
+// hadamard.rotate_back.
 template <int APART>
 HQ_FN void rotate_back(float (&value)[8], u32 signs, bool upper, u32 mask) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) value[i] *= 0.25f;
     transform<APART>(value, upper, mask);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) asm("mul.f32 %0, %0, %1;" : "+f"(value[i]) : "f"(sign_of(signs, i, upper)));
+    for (int i = 0; i < 8; ++i) value[i] = product(value[i], sign_of(signs, i, upper));
 }
-#endif
 
 }  // namespace hq

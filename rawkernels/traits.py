@@ -54,7 +54,7 @@ def _is_built(element: Element) -> bool:
 
 
 def not_built(format: Format) -> str | None:
-    """What the kernels lack to quantize to a format; None where they have it. Every storage is decoded and multiplied."""
+    """What the kernels lack to quantize to a format; None where they have it. They decode every storage."""
     storage = format.storage
     if storage.rht:
         return "the Hadamard transform (rht)"
@@ -94,7 +94,7 @@ def storage_traits(name: str, storage: Storage) -> str:
     static constexpr i64 scale_columns = {block[1]};
     static constexpr bool global_scale = {_cpp(storage.global_scale)}, global_per_row = {_cpp(storage.global_per_row)};
     static constexpr bool rht = {_cpp(storage.rht)};
-    static constexpr u32 signs = {_SIGNS:#x};
+    static constexpr u32 signs = {SIGNS:#x};
 """
 
 
@@ -127,7 +127,8 @@ def format_traits(name: str, format: Format | None) -> str:
     )
 
 
-_SIGNS = sum(1 << i for i, sign in enumerate(hadamard.SIGNS) if sign < 0)
+SIGNS = sum(1 << i for i, sign in enumerate(hadamard.SIGNS) if sign < 0)
+"""Bit i is set where the i-th of 16 rotated values is negated."""
 
 
 def _cpp(value: bool) -> str:

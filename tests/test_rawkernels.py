@@ -111,8 +111,8 @@ def test_a_grid_of_groups_has_a_tile_for_each_end_and_one_behind():
 def test_shared_memory_fits_every_chip_and_leaves_room_for_l1():
     launches = [traits.quantize_launch(*pair, dtype, True) for pair in PAIRS for dtype in catalogue.DTYPES]
     launches += [traits.dequantize_launch(row.storage, dtype, turned, True)
-                 for row in ROWS for dtype in catalogue.DTYPES for turned in (False, True)]
-    launches += [traits.transpose_launch(row.storage) for row in ROWS if row.transposable]
+                 for row in catalogue.STORED.values() for dtype in catalogue.DTYPES for turned in (False, True)]
+    launches += [traits.transpose_launch(row.storage) for row in catalogue.STORED.values() if row.transposable]
     for launch in launches:
         blocks = int(re.search(r"#define MIN_BLOCKS .*?(\d)\)?\n", launch.source.text)[1])
         assert launch.shared_bytes <= MOST_SHARED
@@ -159,12 +159,46 @@ def test_shared_memory_is_what_the_kernel_takes(row, column):
      ["hq::Element<5, 2, 15, hq::IEEE>", "scale = FLOAT32", "scaling = RECIPROCAL", "block_rows = 128",
       "block_columns = 128", "pow2 = true", "epsilon = float(0.25)", "one_scale = false", "hardware_fp8 = true"]),
     ("fp8_e4m3", ["hq::Element<4, 3, 7, hq::NAN_ONLY>", "one_scale = true", "block_columns = 0", "pow2 = false"]),
+    ("fp8_e5m2", ["global_per_row = false", "rht = false", "scale_rows = 1"]),
     ("bf16", ["bits = 16", "typedef BFloat16 Wide", "scaling = NO_SCALING", "scale = NO_SCALE"]),
 ])
 def test_row_renders_to_what_it_says(name, facts):
     text = traits.format_traits("Row", as_format(name)).replace(",", ";").replace("\n", "").replace("int ", "")
     for fact in facts:
         assert f"{fact};".replace(",", ";") in text or f"{fact} ".replace(",", ";") in text, fact
+
+
+@pytest.mark.parametrize(("name", "facts"), [
+    ("fp8_row_e4m3", [f"i64 scale_columns = {formats.ROW}", "scale_rows = 1", "one_scale = false",
+                      "scale = FLOAT32", "global_per_row = false"]),
+    ("nvfp4_row", ["global_scale = true, global_per_row = true", "scale_columns = 16", "rht = false"]),
+    ("nvfp4(rht=true)", ["rht = true", "global_per_row = false", "signs = 0xd7e8"]),
+])
+def test_storage_renders_to_what_it_says(name, facts):
+    text = traits.storage_traits("Part", as_format(name).storage)
+    for fact in facts:
+        assert f"{fact};" in text or f"{fact}, " in text, fact
+
+
+def test_spans_of_whole_rows_are_told_in_31_bits():
+    """A kernel counts sizes in 32 bits, and a span that divides by them must not be zero there."""
+    for name, axis in itertools.product(catalogue.STORED, catalogue.AXES):
+        storage = as_format(name).storage
+        launches = [traits.dequantize_launch(storage, "bfloat16", axis == "k", True, True),
+                    traits.decode_launch(storage, "bfloat16", storage.bf16_terms, storage.bf16_terms > 1, axis)]
+        for launch in launches:
+            spans = re.findall(r"#define (\w+) hq::Span<(\d+), (\d+)>", launch.source.text)
+            assert {name for name, _, _ in spans} == {"Codes", "Scales", "GlobalScales"}
+            for _, divide, multiple in spans:
+                assert 0 < int(divide) < 1 << 31 and 0 < int(multiple) <= 128
+                assert (1 << 31) - (1 << 20) + int(divide) - 1 < 1 << 32, "a size that a kernel rounds up overflows"
+
+
+def test_only_what_quantizing_lacks_is_refused():
+    with pytest.raises(NotImplementedError, match="has no CUDA kernels yet that quantize"):
+        traits.quantize_launch(formats.NVFP4(rounding="stochastic"), None, "bfloat16", True)
+    for row in catalogue.STORED.values():
+        assert traits.dequantize_launch(row.storage, "bfloat16", False, True).source.file == "dequantize.cu"
 
 
 def test_left_out_direction_is_not_present():
@@ -254,10 +288,13 @@ def compiled():
 def test_main_kernels_are_of_every_format(compiled):
     names = {kernel.name for kernel in compiled}
     stored = {}
-    for name, row in BUILT.items():
+    for name in BUILT:
+        assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16",
+                f"quantize {name} / {name} bfloat16"} <= names
+    for name, row in catalogue.STORED.items():
         first = stored.setdefault(row.storage, name)  # formats stored alike are decoded by one kernel
-        assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16", f"quantize {name} / {name} bfloat16",
-                f"dequantize {first} rows bfloat16", f"dequantize {first} columns bfloat16"} <= names
+        assert {f"dequantize {first} rows bfloat16", f"dequantize {first} columns bfloat16",
+                f"dequantize groups {first} rows", f"dequantize groups {first} columns"} <= names
 
 
 @needs_compiler
