@@ -302,17 +302,25 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
                 for (int w = 0; w < WORDS; w += PIECE)
                     load_codes(stage + staged(p.column + 2 * pair + h, p.row * LINE_BYTES / TILE_ROWS + 4 * w, LINE_BYTES), codes[h] + w);
             const DecodedLine<Part> low(codes[0]), high(codes[1]);
-            float value[2][8];
+            const auto value = [&](const DecodedLine<Part>& line, int h, int r) {
+                return scaled<Part>(line.value(r), scale[2 * pair + h], global_scale.of(2 * pair + h));
+            };
+            if constexpr (Part::rht) {
+                float turned[2][8];
 #pragma unroll
-            for (int r = 0; r < 8; ++r) {
-                value[0][r] = scaled<Part>(low.value(r), scale[2 * pair], global_scale.of(2 * pair));
-                value[1][r] = scaled<Part>(high.value(r), scale[2 * pair + 1], global_scale.of(2 * pair + 1));
+                for (int r = 0; r < 8; ++r) {
+                    turned[0][r] = value(low, 0, r);
+                    turned[1][r] = value(high, 1, r);
+                }
+                if (rotated)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) rotate_back<D::step>(turned[h], Part::signs, upper, rotating);
+#pragma unroll
+                for (int r = 0; r < 8; ++r) put_pair<Output>(words[r], pair, turned[0][r], turned[1][r]);
+            } else {
+#pragma unroll
+                for (int r = 0; r < 8; ++r) put_pair<Output>(words[r], pair, value(low, 0, r), value(high, 1, r));
             }
-            if (Part::rht && rotated)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) rotate_back<D::step>(value[h], Part::signs, upper, rotating);
-#pragma unroll
-            for (int r = 0; r < 8; ++r) put_pair<Output>(words[r], pair, value[0][r], value[1][r]);
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r)
