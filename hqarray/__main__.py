@@ -190,9 +190,11 @@ def _convert(options: argparse.Namespace) -> int:
         convert.refuse_same(options.source, options.written)
         if not options.force and os.path.lexists(options.written):
             raise UsageError(f"{options.written}: there is a file already; --force replaces it")
+        if os.path.isdir(options.written):
+            raise UsageError(f"{options.written}: is a directory; name a file in it")
         plan = convert.plan(options.source, target)
         if not any(wanted for *_, wanted in plan.jobs):
-            raise UsageError(f"{options.source}: no 2-D weight of a name like {' or '.join(target.match)}")
+            raise UsageError(f"{options.source}: {convert.left_out(plan)}")
         with ExitStack() as stack:
             _interrupt_when_terminated(stack)
             bar = _Bar(stack, plan.nbytes, "converting")

@@ -84,9 +84,12 @@ def _by_dlpack(values: Any, what: str) -> Typed:
     try:
         return from_dlpack(values)
     except Exception as error:  # whatever the producer raises
+        first = (str(error).splitlines() or [""])[0]
+        traced = " (while a function is traced, as by jax.jit, hqarray.interop.jax.fake_quantize alone runs)"
         raise TypeError(
             f"{what} ({type(values).__name__}, {getattr(values, 'dtype', 'no dtype')}) cannot be read by DLPack: "
-            f"{error}; pass a dense copy of it on the CPU or a CUDA device, in float32 if its type is not known"
+            f"{first}; pass a dense copy of it on the CPU or a CUDA device, in float32 if its type is not known"
+            f"{traced if 'Tracer' in type(values).__name__ else ''}"
         ) from error
 
 

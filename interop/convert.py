@@ -35,6 +35,9 @@ SLAB = 1 << 20
 SQUARE = 128
 """Rows: every block of every format fits this a whole number of times."""
 
+NAMED = 3
+"""Names that an error lists."""
+
 SHOWN = 24
 """Converted tensors that a table lists: of more, those with the lowest SQNR."""
 
@@ -213,6 +216,20 @@ def plan(source: str | os.PathLike[str], target: Target) -> Plan:
     return Plan(checkpoint, target, tuple(jobs), planned, described)
 
 
+def left_out(plan: Plan) -> str:
+    """Why there is nothing to convert: what the names asked for are, where there are any."""
+    names = [(name, source) for name, source, _ in plan.jobs
+             if any(fnmatchcase(name, pattern) for pattern in plan.target.match)]
+    said = f"no 2-D weight of a name like {' or '.join(plan.target.match)}"
+    if not names:
+        there = ", ".join(repr(name) for name, *_ in plan.jobs[:NAMED])
+        return f"{said}; it holds {there or 'nothing'}{' ...' if len(plan.jobs) > NAMED else ''}"
+    tensors = plan.checkpoint.file.tensors
+    found = [f"{name!r} {tensors[source.tensors[0]].type} {list(source.shape or ())}" for name, source in names[:NAMED]]
+    return (f"{said}; integers, codes without scales, groups and arrays that are not 2-D are copied alone, as here "
+            f"{', '.join(found)}{' ...' if len(names) > NAMED else ''}")
+
+
 def _is_weight(checkpoint: Checkpoint, source: Source) -> bool:
     if source.shape is None or len(source.shape) != 2:
         return False
@@ -354,4 +371,6 @@ def measure(values: Array, part: QuantizedArray) -> float:
     return math.nan if tally.lost else tally.sqnr_db
 
 
-__all__ = ["STYLES", "Conversion", "Converted", "Plan", "Target", "convert", "plan", "refuse_same", "target"]
+__all__ = [
+    "STYLES", "Conversion", "Converted", "Plan", "Target", "convert", "left_out", "plan", "refuse_same", "target",
+]

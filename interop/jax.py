@@ -26,8 +26,20 @@ except ImportError as error:
 from hqarray import dlpack, ops
 from hqarray.arrays import FLOAT32, HybridArray, QuantizedArray
 from hqarray.dlpack import Typed
-from hqarray.formats import Format, as_format
+from hqarray.formats import FORMATS, Format, as_format
+from hqarray.grouped import GroupedArray
 from hqarray.layout import Array, namespace
+
+from .fitting import expect_shape, fitting
+
+_TYPED = frozenset(
+    element.dtype_name for element in (format.storage.element for format in FORMATS.values())
+    if element.dtype_name in (*dlpack.TYPES, element.dtype.name)
+)
+"""Elements that JAX has a type for which DLPack carries."""
+
+FP4 = "float4_e2m1fn"
+"""JAX has the type, one element to an array's element, and DLPack does not carry it."""
 
 # --- parts --------------------------------------------------------------------------------------
 
@@ -64,7 +76,10 @@ def to_jax(array: QuantizedArray | HybridArray) -> JaxPart | JaxPair:
         rows, columns = (None if part is None else _part_as_jax(part) for part in (array.rowwise, array.columnwise))
         return JaxPair(rows, columns)
     if not isinstance(array, QuantizedArray):
-        raise TypeError(f"to_jax takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
+        raise TypeError(
+            f"to_jax takes a part or a HybridArray, not {type(array).__name__}"
+            f"{'; [to_jax(member) for member in g] gives a pair for each' if isinstance(array, GroupedArray) else ''}"
+        )
     return _part_as_jax(array)
 
 
@@ -87,23 +102,28 @@ def _as_jax(typed: Typed) -> Any:
 def from_jax(
     parts: JaxPart | JaxPair | tuple[Any, ...],
     *,
-    format: Format | str | tuple[Format | str | None, Format | str | None],
+    format: Format | str | tuple[Format | str | None, Format | str | None] | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: Any = None,
 ) -> QuantizedArray | HybridArray:
     """JAX arrays as a part, or a JaxPair as a HybridArray, over the same memory: the inverse of to_jax.
 
-    parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8
-    format   of the part; of a pair one for both or two
+    parts    JaxPart, or (codes, scales, global_scale) as it has them; codes and scales may also be uint8, codes of FP4
+             also float4_e2m1fn (outer, k), which are copied
+    format   default the one whose types and shapes these are, which bytes (MXFP4, FP6) do not tell; of a pair one or
+             two
     shape    (outer, k), default that of codes, k even for FP4; of a pair X's
     dtype    nominal dtype of a pair; default float32
     returns  QuantizedArray, of a pair HybridArray. Its memory is JAX's: read-only on the CPU, and on a GPU not to be
              requantized into; .copy() has buffers of its own.
 
-    Raises as QuantizedArray.from_buffers does, TypeError for what is no JAX array.
+    Raises as QuantizedArray.from_buffers does, ValueError where no format or more than one fits, TypeError for what is
+    no JAX array.
     """
     if isinstance(parts, JaxPair):
         formats = format if isinstance(format, tuple) else (format, format)
+        if len(formats) != 2:
+            raise ValueError(f"format= is one, or (rowwise, columnwise), not {len(formats)}: {formats}")
         matrix = None if shape is None else (prod(shape[:-1]), shape[-1])
         shapes = (matrix, None if matrix is None else matrix[::-1])
         rows, columns = (
@@ -114,24 +134,52 @@ def from_jax(
         return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
     if isinstance(format, tuple) or dtype is not None:
         raise TypeError("a pair of formats and a nominal dtype are those of a JaxPair")
+    if not isinstance(parts, (tuple, list)) or len(parts) not in (1, 2, 3):
+        raise TypeError(f"from_jax takes a JaxPart, (codes, scales, global_scale) or a JaxPair, not "
+                        f"{type(parts).__name__}; hqarray.quantize takes an array of values")
     return _part_of(JaxPart(*parts), format, shape)
 
 
 def _part_of(part: JaxPart, format: Format | str | None, shape: tuple[int, ...] | None) -> QuantizedArray:
-    if format is None:
-        raise ValueError("format= names none for a part that is there")
     for name, array in zip(part._fields, part, strict=True):
-        if array is not None and not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array) and (array is not None or name == "codes"):
             raise TypeError(f"{name} is {type(array).__name__}, not a jax.Array; jnp.asarray(...) makes one")
-    format = as_format(format)
+        if isinstance(array, jax.core.Tracer):
+            raise TypeError(f"{name} is traced and has no memory: call from_jax outside jit, grad and vmap")
+    if part.codes.ndim != 2:
+        raise ValueError(f"codes are (outer, k), these are {part.codes.shape}; use .reshape(-1, k)")
+    typed, k = _TYPED, None
+    if part.codes.dtype.name == FP4:
+        k, typed = part.codes.shape[1], _TYPED | {FP4}
+        part = part._replace(codes=_packed(part.codes))
+    if shape is not None:
+        expect_shape(shape, part.codes.shape)
+    format = _fitting(part, shape, typed) if format is None else as_format(format)
+    if shape is None and k is not None:
+        shape = part.codes.shape[0], k
     if shape is None:
-        if part.codes.ndim != 2:
-            raise ValueError(f"codes are (outer, k), these are {part.codes.shape}; use .reshape(-1, k)")
         outer, columns = part.codes.shape
         shape = outer, columns * 2 if format.storage.element.stored_bits == 4 else columns
     return QuantizedArray.from_buffers(
         part.codes, part.scales, format, (shape[0], shape[1]), global_scale=part.global_scale
     )
+
+
+def _packed(codes: Any) -> Any:
+    """FP4 values (outer, k) as bytes (outer, ceil(k / 2)), the low nibble first."""
+    outer, k = codes.shape
+    even = jnp.pad(codes, ((0, 0), (0, k % 2)))
+    return jax.lax.bitcast_convert_type(even.reshape(outer, (k + 1) // 2, 2), jnp.uint8)
+
+
+def _fitting(part: JaxPart, shape: tuple[int, ...] | None, typed: frozenset[str]) -> Format:
+    arrays = [part.codes] if part.scales is None else [part.codes, part.scales]
+    kinds, sizes = [array.dtype.name for array in arrays], tuple(array.shape for array in arrays)
+    if FP4 in typed:
+        kinds[0] = FP4
+    whole = None if shape is None else tuple(shape)
+    num_global = None if part.global_scale is None else part.global_scale.size
+    return fitting(tuple(kinds), sizes, num_global, shape=whole, typed=typed)
 
 
 # --- inside functions ---------------------------------------------------------------------------

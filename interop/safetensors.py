@@ -84,7 +84,7 @@ def save(
 ) -> None:
     """Write arrays to one safetensors file, which appears complete or not at all.
 
-    arrays    HybridArrays, GroupedArrays and plain arrays (NumPy, CuPy) by name
+    arrays    HybridArrays, GroupedArrays and plain arrays (NumPy, CuPy, or with DLPack, as torch's and JAX's) by name
     style     "hqarray": everything, bit for bit, sizes on a device as they are now. Or the tensors of a checkpoint, for
               rowwise parts alone: "fp8" (X, X_scale), "fp8_block" (X, X_scale_inv), "mxfp4" (X_blocks, X_scales),
               "nvfp4" (X, X_scale, X_scale_2)

@@ -10,9 +10,10 @@ import numpy as np
 
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Separate
+from hqarray.dlpack import from_dlpack
 from hqarray.formats import Format
 from hqarray.layout import Array, part_layout
-from hqarray.tensorfile import TYPES, type_name
+from hqarray.tensorfile import TYPE_NAMES, TYPES, type_name
 
 TYPED = {
     TYPES[name].dtype.name: name  # type: ignore[union-attr]
@@ -48,12 +49,25 @@ def plain(name: str, array: Any) -> Stored:
     """An array that is not quantized. Raises TypeError, naming it, for what is no array of a type files have."""
     array = np.asarray(array) if isinstance(array, np.generic) else array
     if not isinstance(array, np.ndarray) and type(array).__module__.partition(".")[0] != "cupy":
-        raise TypeError(
-            f"{name!r} is {type(array).__name__}; save takes HybridArrays, GroupedArrays, NumPy and CuPy arrays"
-        )
+        return _by_dlpack(name, array)
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name!r} is a masked array, and a file has no masks; use .filled(value)")
     return Stored(type_name(array.dtype, repr(name)), array)
+
+
+def _by_dlpack(name: str, array: Any) -> Stored:
+    """A tensor of torch, an array of JAX, or whatever else offers DLPack."""
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name!r} is {type(array).__name__}; save takes HybridArrays, GroupedArrays, and arrays of "
+                        f"NumPy, CuPy or any library with DLPack (torch, JAX)")
+    try:
+        given = from_dlpack(array)
+    except Exception as error:  # whatever the producer raises
+        raise TypeError(f"{name!r} ({type(array).__name__}) cannot be read by DLPack: {error}; pass a dense copy on "
+                        f"the CPU or a CUDA device") from error
+    if given.name not in TYPE_NAMES:
+        raise TypeError(f"{name!r} has dtype {given.name}; safetensors holds {', '.join(TYPE_NAMES)}")
+    return Stored(TYPE_NAMES[given.name], given.array)
 
 
 def typed(dtype_name: str, array: Array) -> Stored:

@@ -9,13 +9,16 @@ Nothing is copied and nothing synchronises; on CUDA, layers run on torch's curre
 
 from .torch_ao import from_torchao, to_torchao
 from .torch_arrays import TorchPair, TorchPart, from_torch, on_torch, to_torch
+from .torch_groups import TorchGroup
 from .torch_linear import grouped_linear, linear
 from .torch_modules import GroupedLinear, Linear
-from .torch_scaled_mm import scaled_grouped_mm_arguments, scaled_mm_arguments
+from .torch_scaled_grouped_mm import scaled_grouped_mm_arguments
+from .torch_scaled_mm import scaled_mm_arguments
 
 __all__ = [
     "GroupedLinear",
     "Linear",
+    "TorchGroup",
     "TorchPair",
     "TorchPart",
     "from_torch",

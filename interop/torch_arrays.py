@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch  # noqa: TID253  this module names torch
@@ -14,8 +13,14 @@ import torch  # noqa: TID253  this module names torch
 from hqarray.arrays import HybridArray, QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import BFLOAT16, FORMATS, Format, Storage, as_format
+from hqarray.grouped import GroupedArray
 from hqarray.grouped_parts import GroupedPart
 from hqarray.layout import Array, PartLayout, part_layout
+
+from .fitting import expect_shape, fitting
+
+if TYPE_CHECKING:
+    from .torch_groups import TorchGroup
 
 NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: BFLOAT16,
@@ -51,6 +56,14 @@ class TorchPair(NamedTuple):
 
 
 @cache
+def _groups() -> Any:
+    """It reads this module."""
+    from hqarray.interop import torch_groups
+
+    return torch_groups
+
+
+@cache
 def _cuda() -> Any:
     from hqarray.interop import torch_cuda
 
@@ -78,10 +91,12 @@ def as_array(tensor: Any, what: str = "the tensor") -> Array:
 
 
 def as_tensor(array: Array) -> Any:
-    """A NumPy or CuPy array as a tensor over the same memory. Orders no streams."""
+    """A NumPy or CuPy array as a tensor over the same memory; of read-only memory a copy. Orders no streams."""
     dtype = TORCH_DTYPES[array.dtype]
     if not isinstance(array, np.ndarray):
         return _cuda().as_tensor(array.data, dtype, array.shape, tuple(n // dtype.itemsize for n in array.strides))
+    if not array.flags.writeable:
+        array = array.copy()
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
     return torch.from_numpy(array)
@@ -155,18 +170,19 @@ class _View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def of(self, storage: Any, start: int, device: Any) -> Any:
-        """The tensor in memory that begins so many bytes into a storage."""
-        tensor = torch.empty(0, dtype=self.dtype, device=device)
-        return tensor.set_(storage, start // self.dtype.itemsize + self.offset, self.shape, self.strides)
+    def of(self, flat: Any, start: int) -> Any:
+        """The tensor in memory that begins so many bytes into the storage of a flat tensor of bytes.
+
+        Two views of a tensor take less of the host's time than a new one that is set to a storage.
+        """
+        dtype, offset, shape, strides = self
+        return flat.view(dtype).as_strided(shape, strides, start // dtype.itemsize + offset)
 
     def is_of(self, tensor: Any, start: int) -> bool:
         """Whether a tensor is this view of memory that begins at an address."""
-        return (  # type: ignore[no-any-return]
-            tensor.data_ptr() == start + self.offset * self.dtype.itemsize
-            and tensor.shape == self.shape
-            and tensor.stride() == self.strides
-        )
+        dtype, offset, shape, strides = self
+        at = start + offset * dtype.itemsize
+        return tensor.data_ptr() == at and tensor.shape == shape and tensor.stride() == strides  # type: ignore[no-any-return]
 
 
 @cache
@@ -176,7 +192,7 @@ def _storage(format: Format) -> tuple[Storage, Any, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_View | None, ...]]:
+def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_View, _View | None, _View | None]]:
     """The layout of our own of such a part, and where codes, scales and global scale lie in it."""
     storage = format.storage
     layout, types = part_layout(storage, shape), _types(storage)
@@ -191,31 +207,47 @@ def _views(format: Format, shape: tuple[int, int]) -> tuple[PartLayout, tuple[_V
     return layout, (codes, scales, whole)
 
 
-def to_torch(array: QuantizedArray | HybridArray) -> TorchPart | TorchPair:
-    """A part as tensors of torch's types, or a HybridArray as a pair of these, sharing memory.
+def to_torch(array: QuantizedArray | HybridArray | GroupedArray) -> TorchPart | TorchPair | TorchGroup:
+    """A part as tensors of torch's types, a HybridArray as a pair of these, a GroupedArray as a TorchGroup.
+
+    They share memory.
 
     On CUDA torch's current stream waits for what CuPy's current stream has been given. The memory is freed with the
     last tensor or array that holds it, in the order of the stream that it was allocated for.
-    Scales that lie in tiles, which are no strided view, are a copy.
+    Read-only memory (a mapped file, a JAX array) is copied, since torch's tensors can always be written.
     """
-    if isinstance(array, HybridArray):
-        rows, columns = (None if p is None else to_torch(p) for p in (array.rowwise, array.columnwise))
-        return TorchPair(rows, columns)  # type: ignore[arg-type]
-    if not isinstance(array, QuantizedArray):
-        raise TypeError(f"to_torch takes a part or a HybridArray, not {type(array).__name__}; of a GroupedArray g[i]")
-    buffers, ordinal = array.buffers, array.ordinal
-    if ordinal >= 0:
-        _cuda().order(ordinal, torch_first=False)
-    if isinstance(buffers, Packed):
-        if ordinal >= 0:
-            storage, start, device = _cuda().storage_of(buffers.memory, buffers.layout.nbytes)
-        else:
-            storage, start, device = torch.from_numpy(buffers.memory).untyped_storage(), 0, "cpu"
-        _, views = _views(array.format, array.shape)
-        return TorchPart(*(None if view is None else view.of(storage, start, device) for view in views))
-    (kept, codes_type, scales_type), whole = _storage(array.format), array.global_scale
-    scales = None if kept.scale == "none" else _typed(array.scales, scales_type)
-    return TorchPart(_typed(array.codes, codes_type), scales, None if whole is None else as_tensor(whole))
+    if isinstance(array, QuantizedArray):
+        return _tensors(array)
+    if isinstance(array, GroupedArray):
+        return _groups().group_to_torch(array)  # type: ignore[no-any-return]
+    if not isinstance(array, HybridArray):
+        raise TypeError(f"to_torch takes a part, HybridArray or GroupedArray, not {type(array).__name__}")
+    return TorchPair(*(None if part is None else _tensors(part) for part in (array.rowwise, array.columnwise)))
+
+
+def _tensors(part: QuantizedArray) -> TorchPart:
+    buffers = part.buffers
+    if not isinstance(buffers, Packed):
+        return _separate_tensors(part)
+    memory = buffers.memory
+    if isinstance(memory, np.ndarray):
+        flat, start = as_tensor(memory), 0
+    else:
+        flat, start = _cuda().flat(memory, buffers.layout.nbytes)
+    codes, scales, whole = _views(part.format, part.shape)[1]
+    return TorchPart(
+        codes.of(flat, start),
+        None if scales is None else scales.of(flat, start),
+        None if whole is None else whole.of(flat, start),
+    )
+
+
+def _separate_tensors(part: QuantizedArray) -> TorchPart:
+    if part.ordinal >= 0:
+        _cuda().order(part.ordinal, torch_first=False)
+    (kept, codes_type, scales_type), whole = _storage(part.format), part.global_scale
+    scales = None if kept.scale == "none" else _typed(part.scales, scales_type)
+    return TorchPart(_typed(part.codes, codes_type), scales, None if whole is None else as_tensor(whole))
 
 
 def _typed(array: Array, dtype: Any) -> Any:
@@ -227,59 +259,79 @@ def _typed(array: Array, dtype: Any) -> Any:
 
 
 def from_torch(
-    parts: TorchPart | TorchPair | tuple[Any, ...],
+    parts: TorchPart | TorchPair | TorchGroup | tuple[Any, ...],
     *,
     format: Format | str | tuple[Format | str | None, Format | str | None] | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: Any = None,
-) -> QuantizedArray | HybridArray:
-    """Tensors as a part, or a TorchPair as a HybridArray, sharing memory: the inverse of to_torch.
+) -> QuantizedArray | HybridArray | GroupedArray:
+    """Tensors as a part, a TorchPair as a HybridArray, a TorchGroup as a GroupedArray: the inverse of to_torch.
 
     parts    TorchPart, or (codes, scales, global_scale) as it has them; codes may also be uint8
-    format   default the one whose types and shapes these are; of a pair one or two
-    shape    (outer, k), default that of codes, k even for FP4; of a pair X's
-    dtype    nominal dtype of a pair, torch's or NumPy's; default float32
-    returns  QuantizedArray, of a pair HybridArray; not in the library's own layout, which a GEMM copies it to, unless
-             the tensors are what to_torch gave
+    format   default the one whose types and shapes these are; of a pair or group one or two
+    shape    (outer, k), default that of codes, k even for FP4; of a pair X's, of a group of 3-D codes (groups, m, k)
+    dtype    nominal dtype of a pair or group, torch's or NumPy's; default float32
+    returns  QuantizedArray, HybridArray or GroupedArray, sharing memory. Unless the tensors are what to_torch gave, a
+             group is a copy, and a part not in the library's own layout, which a GEMM copies it to
 
     On CUDA CuPy's current stream waits for what torch's current stream has been given.
     Raises ValueError where no format or more than one fits, TypeError for what is no tensor.
     """
+    formats = formats_of(format)
     if isinstance(parts, TorchPair):
-        formats = format if isinstance(format, tuple) else (format, format)
         matrix = None if shape is None else (int(np.prod(shape[:-1])), shape[-1])
         shapes = (matrix, None if matrix is None else matrix[::-1])
         rows, columns = (
             None if part is None else _part_of(part, wanted, size)
             for part, wanted, size in zip(parts, formats, shapes, strict=True)
         )
-        nominal = np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
-        return HybridArray(rows, columns, shape, nominal)  # type: ignore[arg-type]
+        return HybridArray(rows, columns, shape, nominal_of(dtype))  # type: ignore[arg-type]
+    if not isinstance(parts, TorchPart) and isinstance(parts, _groups().TorchGroup):
+        return _groups().group_from_torch(parts, formats, shape, dtype)  # type: ignore[no-any-return]
     if isinstance(format, tuple) or dtype is not None:
-        raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair")
-    return _part_of(TorchPart(*parts), format, shape)
+        raise TypeError("a pair of formats and a nominal dtype are those of a TorchPair or TorchGroup")
+    if not isinstance(parts, TorchPart):
+        if not isinstance(parts, (tuple, list)) or len(parts) not in (1, 2, 3):
+            raise TypeError(f"from_torch takes a TorchPart, (codes, scales, global_scale), a TorchPair or TorchGroup, "
+                            f"not {type(parts).__name__}; hqarray.quantize takes a tensor of values")
+        parts = TorchPart(*parts)
+    return _part_of(parts, format, shape)
+
+
+def formats_of(format: Any) -> tuple[Any, Any]:
+    """The formats of rowwise and columnwise. Raises ValueError for another number of them."""
+    if not isinstance(format, tuple):
+        return format, format
+    if len(format) != 2:
+        raise ValueError(f"format= is one, or (rowwise, columnwise), not {len(format)}: {format}")
+    return format
+
+
+def nominal_of(dtype: Any) -> Any:
+    """A nominal dtype, torch's or NumPy's, as NumPy's; default float32."""
+    if isinstance(dtype, torch.dtype) and dtype not in NUMPY_DTYPES:
+        raise TypeError(f"the nominal dtype is float32, float16 or bfloat16, not {dtype}")
+    return np.dtype(np.float32) if dtype is None else NUMPY_DTYPES.get(dtype, dtype)
 
 
 def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> QuantizedArray:
-    codes = part.codes
-    for name, tensor in zip(part._fields, part, strict=True):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
-        if tensor is not None and tensor.device != codes.device:
-            raise ValueError(f"{name} is on {tensor.device}, codes on {codes.device}; move one")
+    codes, scales, _ = part
+    _check_tensors(part)
     if codes.ndim != 2:
         raise ValueError(f"codes are (outer, k), these are {tuple(codes.shape)}; use .flatten(0, -2)")
+    if shape is not None:
+        expect_shape(shape, codes.shape)
     format = _fitting(part, shape) if format is None else as_format(format)
     storage, codes_type, scales_type = _storage(format)
     if codes.dtype not in (codes_type, torch.uint8):
         raise TypeError(f"codes of {format.name} are {codes_type} or torch.uint8, these are {codes.dtype}")
-    if part.scales is not None and part.scales.dtype not in (scales_type, torch.uint8):
-        raise TypeError(f"scales of {format.name} are {scales_type}, these are {part.scales.dtype}")
+    if scales is not None and scales.dtype not in (scales_type, torch.uint8):
+        raise TypeError(f"scales of {format.name} are {scales_type}, these are {scales.dtype}")
     size = _shape_of(codes, storage) if shape is None else (int(shape[0]), int(shape[1]))
     if codes.is_cuda:
         _cuda().order(codes.get_device(), torch_first=True)
     layout, views = _views(format, size)
-    if part.scales is not None and _is_ours(part, layout, views):
+    if scales is not None and _is_ours(part, layout, views):
         memory = _memory_of(codes, layout.nbytes)
         return QuantizedArray(format, size, Packed(memory, layout, storage.global_scale, False))
     arrays = [None if tensor is None else as_array(tensor) for tensor in part]
@@ -288,21 +340,39 @@ def _part_of(part: TorchPart, format: Any, shape: tuple[int, ...] | None) -> Qua
     return QuantizedArray.from_buffers(arrays[0], arrays[1], format, size, global_scale=arrays[2])
 
 
+def _check_tensors(part: TorchPart) -> None:
+    """Raise where a field is no tensor or not beside the codes."""
+    device = None
+    for name, tensor in zip(TorchPart._fields, part, strict=True):
+        if isinstance(tensor, torch.Tensor):
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, codes on {device}; move one")
+        elif tensor is not None or device is None:
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+
+
 def _shape_of(codes: Any, storage: Storage) -> tuple[int, int]:
     outer, columns = codes.shape
     return outer, columns * 2 if storage.element.stored_bits == 4 else columns
 
 
-def _is_ours(part: TorchPart, layout: PartLayout, views: tuple[_View | None, ...]) -> bool:
+def _is_ours(part: TorchPart, layout: PartLayout, views: tuple[_View, _View | None, _View | None]) -> bool:
     """Whether the tensors lie in one storage as our own layout has them: to_torch gave them, and padding is zero."""
-    storage = part.codes.untyped_storage()
+    codes, scales, whole = part
+    storage = codes.untyped_storage()
     start = storage.data_ptr()
-    if storage.nbytes() != layout.nbytes or not start:
+    if not start or storage.nbytes() != layout.nbytes:
         return False
-    for tensor, view in zip(part, views, strict=True):
-        if (tensor is None) != (view is None) or (view is not None and not view.is_of(tensor, start)):
-            return False
-    return True
+    of_codes, of_scales, of_whole = views
+    if of_scales is None or (whole is None) != (of_whole is None):
+        return False
+    return (
+        of_codes.is_of(codes, start)
+        and of_scales.is_of(scales, start)
+        and (of_whole is None or of_whole.is_of(whole, start))
+    )
 
 
 def _memory_of(codes: Any, nbytes: int) -> Any:
@@ -313,38 +383,16 @@ def _memory_of(codes: Any, nbytes: int) -> Any:
 
 
 def _fitting(part: TorchPart, shape: tuple[int, ...] | None) -> Format:
-    """The one format whose types and shapes a part's are; of those that are stored alike the first in FORMATS."""
-    codes, scales = part.codes, part.scales
-    kinds = (codes.dtype, *(() if scales is None else (scales.dtype,)))
-    sizes = (tuple(codes.shape), *(() if scales is None else (tuple(scales.shape),)))
+    tensors = [part.codes] if part.scales is None else [part.codes, part.scales]
+    kinds = tuple(str(tensor.dtype).removeprefix("torch.").removesuffix("_x2") for tensor in tensors)
+    sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+    whole = None if shape is None else tuple(shape)
     num_global = None if part.global_scale is None else part.global_scale.numel()
-    found = _found(kinds, sizes, num_global, None if shape is None else tuple(shape))
-    if len(found) == 1:
-        return found[0]
-    described = " with scales ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
-    names = ", ".join(format.name for format in found) or "no format"
-    raise ValueError(f"codes {described} may be {names}; pass format=")
+    return fitting(kinds, sizes, num_global, shape=whole, typed=_typed_elements())
 
 
-@lru_cache(maxsize=4096)
-def _found(
-    kinds: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...], num_global: int | None, shape: tuple[int, ...] | None
-) -> tuple[Format, ...]:
-    """Formats that tensors of these types and shapes may be of."""
-    found: dict[Storage, Format] = {}
-    for format in FORMATS.values():
-        storage = format.storage
-        types = _types(storage)[: 1 if storage.scale == "none" else 2]
-        if storage.pow2 or kinds != types or (num_global is not None) != storage.global_scale:
-            continue
-        outer, columns = sizes[0]
-        matrix = (outer, columns * 2 if storage.element.stored_bits == 4 else columns) if shape is None else shape
-        by_row = num_global not in (None, 1)  # of one row it is the scale of the matrix
-        if by_row != storage.global_per_row or (by_row and num_global != storage.num_global_scales(matrix)):  # type: ignore[arg-type]
-            continue
-        if len(sizes) > 1:
-            wanted = storage.num_scales(matrix)  # type: ignore[arg-type]
-            if sizes[1] != wanted and not (storage.block is None and prod(sizes[1]) == 1):
-                continue
-        found.setdefault(storage, format)
-    return tuple(found.values())
+@cache
+def _typed_elements() -> frozenset[str]:
+    """Elements that torch has a type for."""
+    names = {format.storage.element.dtype_name for format in FORMATS.values()}
+    return frozenset(name for name in names if torch_type(name) is not torch.uint8)

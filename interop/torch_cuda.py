@@ -5,7 +5,7 @@ Loaded once a CUDA tensor or a CuPy array has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,8 @@ from cupy.cuda import MemoryPointer, UnownedMemory, get_current_stream, using_al
 from cupy_backends.cuda.api.runtime import getDevice, streamWaitEvent
 
 from hqarray.layout import Array
+
+BYTES = np.dtype(np.uint8)
 
 LEGACY = (0, 1)
 """Two names of the legacy default stream: what the runtime calls it, and what DLPack does."""
@@ -62,14 +64,33 @@ def as_tensor(memory: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[in
 def storage_of(memory: Any, nbytes: int) -> tuple[Any, int, Any]:
     """The storage that a MemoryPointer's bytes lie in, where in it they begin, and torch's device."""
     mem = memory.mem
-    if type(mem) is TorchMemory:
-        tensor = mem.tensor
-    else:
-        array = cupy.ndarray((nbytes,), np.uint8, memory)
-        with _on_device(memory.device_id):
-            tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
+    tensor = mem.tensor if type(mem) is TorchMemory else _tensor_of(memory, nbytes)
     storage = tensor.untyped_storage()
     return storage, memory.ptr - storage.data_ptr(), tensor.device
+
+
+def _tensor_of(memory: Any, nbytes: int) -> Any:
+    """CuPy's memory as a tensor of bytes."""
+    array = cupy.ndarray((nbytes,), BYTES, memory)
+    with _on_device(memory.device_id):
+        return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=-1))
+
+
+def flat(memory: Any, nbytes: int) -> tuple[Any, int]:
+    """A flat tensor of bytes in the storage of a MemoryPointer's bytes, and where in the storage they begin.
+
+    Torch's stream waits for CuPy's. The tensor's size is a multiple of 16 bytes: it can be viewed as any type.
+    """
+    mem = memory.mem
+    order(mem.device_id, torch_first=False)
+    if type(mem) is not TorchMemory:
+        return _tensor_of(memory, nbytes), 0
+    tensor = mem.tensor
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and not tensor.storage_offset() and not tensor.numel() & 15:
+        return tensor, memory.ptr - mem.ptr
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes() & -16,), (1,))
+    return whole, memory.ptr - storage.data_ptr()
 
 
 def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,9 +131,12 @@ def _on_device(device: int) -> Any:
     return nullcontext() if getDevice() == device else cupy.cuda.Device(device)
 
 
-def _current(device: int) -> int:
-    """Torch's current stream of a device."""
+def _stream_handle(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+
+
+_current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
+"""Torch's current stream of a device; as torch's own compiler asks for it, since making the object takes 2 us."""
 
 
 def _allocate(nbytes: int) -> Any:

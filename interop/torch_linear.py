@@ -6,7 +6,7 @@ bytes) is saved with save_for_backward, so that hooks, checkpointing and the rel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch  # noqa: TID253  this module names torch
@@ -21,6 +21,8 @@ from hqarray.layout import Array
 from hqarray.recipes import Recipe, as_recipe
 
 from .torch_arrays import NUMPY_DTYPES, TORCH_DTYPES, as_array, emptied, filled, on_torch
+
+FORWARD = "hqarray's linear layers have no forward-mode derivative; use torch.autograd.grad or .backward()"
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -37,10 +39,11 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
     Gradients pass the quantizers straight through: dx = dy @ w, dw = dy.T @ x of quantized dy, w and x, as
     hqarray.linear_backward has them, in the dtypes of x and w; a direction is quantized only where it is read. Under
     autocast x, w and bias are taken in its dtype. torch.compile breaks its graph here, and runs this as it is.
-    Differentiating twice raises NotImplementedError.
+    Differentiating twice, or inside torch.func's transforms (vmap, grad ...), raises NotImplementedError.
     """
     if torch.compiler.is_compiling():
         return _eager_linear(x, w, recipe, bias)
+    _expect_no_transform()
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[1]:
@@ -50,7 +53,7 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
     return _Linear.apply(x, w, bias, recipe, torch.is_grad_enabled())
 
 
-def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) -> Any:
+def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bias: Any = None) -> Any:
     """Linear layers of groups of rows, each by its own weight: the experts of a mixture.
 
     x        (T, k) float tensor, the rows of group after group
@@ -58,28 +61,41 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str) ->
     sizes    rows of each group, summing to T or less: integers, a tensor of them on the CPU, or beside CUDA tensors an
              int32 or int64 tensor there, which the host then never reads
     recipe   a Recipe, or the name of a recipe or format
-    returns  (T, n): rows of x @ w[i].T; rows of no group are zero, and so are their gradients
+    bias     (num_groups, n), added in the GEMM
+    returns  (T, n): rows of x @ w[i].T + bias[i]; rows of no group are zero, and so are their gradients
 
-    An empty group's weight has a zero gradient. Otherwise as linear.
+    An empty group's weight and bias have a zero gradient. Otherwise as linear.
     """
     if torch.compiler.is_compiling():
-        return _eager_grouped_linear(x, w, sizes, recipe)
+        return _eager_grouped_linear(x, w, sizes, recipe, bias)
+    _expect_no_transform()
     recipe = as_recipe(recipe)
-    x, w, _ = _checked(x, w, None)
+    x, w, bias = _checked(x, w, bias)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
             f"grouped_linear needs x (T, k) and w (num_groups, n, k), these are {tuple(x.shape)} and {tuple(w.shape)}"
         )
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, it has {tuple(bias.shape)}")
     kept, host = _sizes(sizes, x)
     count = len(host) if kept is None else len(kept)
     if count != w.shape[0]:
         raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
-    return _GroupedLinear.apply(x, w, kept, host, recipe, torch.is_grad_enabled())
+    return _GroupedLinear.apply(x, w, bias, kept, host, recipe, torch.is_grad_enabled())
 
 
 # What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
 _eager_linear = torch._disable_dynamo(linear)
 _eager_grouped_linear = torch._disable_dynamo(grouped_linear)
+
+
+def _expect_no_transform() -> None:
+    """Kernels read memory, and torch.func's tensors have none."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "hqarray's linear layers do not run inside torch.func's transforms (vmap, grad, vjp, jvp, jacrev); use "
+            "torch.autograd.grad or .backward(), and a batch axis of x or grouped_linear in place of vmap"
+        )
 
 
 def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
@@ -92,6 +108,8 @@ def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
             raise TypeError(f"{name} has dtype {tensor.dtype}; float32, float16, bfloat16 and float64 are read")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; move one with .to(...)")
+    if x.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"x is on {x.device}; hqarray computes on the CPU and on CUDA devices")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         given = {name: tensor.to(dtype) for name, tensor in given.items()}
@@ -101,6 +119,8 @@ def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
 def _sizes(sizes: Any, x: Any) -> tuple[Any, tuple[int, ...]]:
     """Sizes as (tensor on a GPU, ()) or (None, integers)."""
     if not isinstance(sizes, torch.Tensor):
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes are integers, one for each group, not {sizes!r}")
         return None, tuple(sizes)
     if sizes.is_floating_point() or sizes.ndim != 1:
         raise TypeError(f"sizes are integers, one for each group, not {sizes.dtype} of shape {tuple(sizes.shape)}")
@@ -166,6 +186,10 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dy: Any) -> Any:
         return (*_backward(_linear_gradients, ctx, dy), None, None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD)
+
 
 def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -196,7 +220,7 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
 class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, x: Any, w: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
+        ctx: Any, x: Any, w: Any, bias: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
     ) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
         of_x, of_w, of_dy = _seeds(recipe, x.device)
@@ -213,35 +237,60 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
             ctx.covers = sizes is None and sum(host) == x.shape[0]
             shape = (x.shape[0], w.shape[1])
             y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
-            ops.matmul(gx, gw.T, out=out)
+            ops.matmul(gx, gw.T, out=out, bias=None if bias is None else as_array(bias))
             _save(ctx, (gx.columnwise, gw.columnwise), (of_dy, sizes))
         ctx.recipe, ctx.host, ctx.shapes = recipe, host, (tuple(x.shape), tuple(w.shape))
         ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
-        ctx.types = x.dtype, w.dtype
+        ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD)
 
-def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = dw = None
+
+def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
     with on_torch(dy.device):
         x, w, of_dy, kept = _saved(ctx)
-        row, column = ctx.recipe.grad_output
-        gdy = grouped_quantize(
-            as_array(dy), ctx.host if kept is None else as_array(kept), rowwise=row if needs_x else None,
-            columnwise=column if needs_w else None, seed=_seed(of_dy),
-        )
+        if needs_x or needs_w:
+            row, column = ctx.recipe.grad_output
+            gdy = grouped_quantize(
+                as_array(dy), ctx.host if kept is None else as_array(kept), rowwise=row if needs_x else None,
+                columnwise=column if needs_w else None, seed=_seed(of_dy),
+            )
         if needs_x:
             dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
             ops.matmul(gdy, GroupedArray(None, w, *ctx.axes[1]), out=out)
         if needs_w:
             dw, out = _empty(ctx.shapes[1], ctx.types[1], dy.device)
             ops.matmul(gdy.T, GroupedArray(None, x, *ctx.axes[0]), out=out)
-    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1])
+    if needs_bias:
+        db = _sums(dy, kept, ctx.host).to(ctx.types[2])
+    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1]), db
+
+
+def _sums(values: Any, sizes: Any, host: tuple[int, ...]) -> Any:
+    """Sums over each group's rows, float32 (num_groups, n).
+
+    With sizes on a device by index_add_, whose order torch.use_deterministic_algorithms fixes.
+    """
+    if sizes is None:
+        rest = values.shape[0] - sum(host)
+        groups = values.split([*host, rest])[:-1]
+        sums = values.new_zeros((len(host), values.shape[1]), dtype=torch.float32)
+        for total, group in zip(sums, groups, strict=True):
+            torch.sum(group, 0, dtype=torch.float32, out=total)
+        return sums
+    ends = sizes.clamp(min=0).cumsum(0)
+    group_of = torch.searchsorted(ends, torch.arange(values.shape[0], device=ends.device), right=True)
+    sums = values.new_zeros((len(sizes) + 1, values.shape[1]), dtype=torch.float32)  # the last: rows of no group
+    return sums.index_add_(0, group_of, values.to(torch.float32))[:-1]
 
 
 # --- both ---------------------------------------------------------------------------------------
@@ -269,6 +318,11 @@ def _of_type(gradient: Any, dtype: Any) -> Any:
 
 def _backward(gradients: Any, ctx: Any, dy: Any) -> Any:
     """The gradients; where they would be differentiated again (create_graph), ones that refuse it."""
+    if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise NotImplementedError(
+            "hqarray's linear layers take one gradient of the output at a time: leave out is_grads_batched=True (of "
+            "torch.autograd.functional.jacobian vectorize=True)"
+        )
     if not torch.is_grad_enabled():
         return gradients(ctx, dy)
     return _Once.apply(dy, torch.empty(0, requires_grad=True), gradients, ctx)

@@ -41,21 +41,24 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]
 
 
 class GroupedLinear(torch.nn.Module):  # type: ignore[misc]
-    """num_groups linear layers without bias, each for its own rows: the experts of a mixture.
+    """num_groups linear layers, each for its own rows: the experts of a mixture.
 
     weight   (num_groups, out_features, in_features), each group's with torch.nn.Linear's initial values
+    bias     (num_groups, out_features), likewise; None unless asked for
     recipe   a Recipe, or the name of a recipe or format
     """
 
     def __init__(
-        self, num_groups: int, in_features: int, out_features: int, *, recipe: Recipe | Format | str,
-        device: Any = None, dtype: Any = None,
+        self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *,
+        recipe: Recipe | Format | str, device: Any = None, dtype: Any = None,
     ) -> None:
         super().__init__()
         self._recipe = as_recipe(recipe)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         shape = (num_groups, out_features, in_features)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        biases = torch.nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", biases)
         self.reset_parameters()
 
     @property
@@ -64,18 +67,21 @@ class GroupedLinear(torch.nn.Module):  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """torch.nn.Linear's initial values, for one group after another."""
-        if self.in_features:
-            for weight in self.weight:
-                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for i in range(self.num_groups):
+            if self.in_features:
+                torch.nn.init.kaiming_uniform_(self.weight[i], a=math.sqrt(5))
+            if self.bias is not None:
+                torch.nn.init.uniform_(self.bias[i], -bound, bound)
 
     def forward(self, x: Any, sizes: Any) -> Any:
         """(T, in_features) -> (T, out_features); sizes as grouped_linear takes them."""
-        return grouped_linear(x, self.weight, sizes, self._recipe)
+        return grouped_linear(x, self.weight, sizes, self._recipe, self.bias)
 
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"recipe={_described(self._recipe)}"
+            f"bias={self.bias is not None}, recipe={_described(self._recipe)}"
         )
 
 

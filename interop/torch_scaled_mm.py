@@ -1,6 +1,6 @@
 """What torch's own scaled GEMMs take for a pair of operands, sharing memory wherever torch reads our layout.
 
-Which pairs, shapes and strides torch takes: ATen/native/cuda/ScaledBlas.cpp and GroupedBlas.cpp of torch 2.11 to 2.13.
+Which pairs, shapes and strides torch takes: ATen/native/cuda/ScaledBlas.cpp of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import torch  # noqa: TID253  this module names torch
 
 from hqarray.arrays import HybridArray, QuantizedArray
 from hqarray.formats import ROW, Storage, block_name
-from hqarray.grouped import GroupedArray
-from hqarray.grouped_parts import GroupedPart
-from hqarray.groups import Sizes
 from hqarray.layout import round_up
 
-from .torch_arrays import TorchPart, _types, shared, to_torch
+from .torch_arrays import TorchPart, to_torch
 
 MULTIPLE = 16
 """Torch takes k and n of multiples of this."""
@@ -71,7 +68,7 @@ def scaled_mm_arguments(
         scales_b = (scales_b[0].t(),)
     arguments: dict[str, Any] = {"mat_a": mat_a, "mat_b": mat_b.t()}
     for side, name, scales in (("a", names[0], scales_a), ("b", names[1], scales_b)):
-        arguments |= _side(side, name, scales)
+        arguments |= side_arguments(side, name, scales)
     return arguments
 
 
@@ -101,7 +98,7 @@ def _recipes(a: Storage, b: Storage, function: str) -> tuple[str, str]:
     return names  # type: ignore[return-value]
 
 
-def _side(side: str, name: str, scales: tuple[Any, ...]) -> dict[str, Any]:
+def side_arguments(side: str, name: str, scales: tuple[Any, ...]) -> dict[str, Any]:
     """Scales of one operand under the names that torch.nn.functional's functions have for them."""
     types, swizzles = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
     recipes = [getattr(types, name), *([types.TensorWise] if len(scales) > 1 else [])]
@@ -162,88 +159,4 @@ def untiled(tiles: Any, rows: int, blocks: int) -> Any:
     return padded.reshape(high, wide)[:rows, :blocks].view(tiles.dtype)
 
 
-# --- groups -------------------------------------------------------------------------------------
-
-
-def scaled_grouped_mm_arguments(a: GroupedArray, b: GroupedArray) -> dict[str, Any]:
-    """The arguments of torch._scaled_grouped_mm for the product a @ b of groups of rows and their weights.
-
-    a, b     members (m_i, k) with m_i ragged or all the same, and (k, n) all of one shape
-    returns  a dict: torch._scaled_grouped_mm(**arguments, out_dtype=torch.bfloat16, which is the only one it has)
-
-    Per tensor E4M3 (sm_90; the scale of each group repeated for each of its rows and columns, which torch calls
-    row-wise), MXFP8 (sm_100; sizes on the host, scales copied into tiles). Codes share the parts' memory.
-    Raises ValueError for what torch does not take (ragged k as our columnwise parts lie, NVFP4, blocks of 128);
-    hqarray.matmul takes it.
-    """
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, GroupedArray):
-            raise TypeError(f"{name} is {type(x).__name__}; scaled_grouped_mm_arguments takes GroupedArrays")
-    left, right = a.part("rowwise", "a @ b"), b.part("columnwise", "a @ b")
-    groups, k, n = a.num_groups, a.columns.each, b.columns.each
-    if not isinstance(left, GroupedPart) or not isinstance(right, GroupedPart) or None in (k, n, b.rows.each):
-        raise ValueError(f"torch takes ragged rows of a and one shape of b; {a.shape} @ {b.shape} has another ragged "
-                         f"axis, whose codes lie a block for each member here; hqarray.matmul does")
-    if a.num_groups != b.num_groups or k != b.rows.each:
-        raise ValueError(f"{a.shape} @ {b.shape} do not fit")
-    stored = left.format.storage, right.format.storage
-    if any(s.element.name != "e4m3" or (s.scale, s.block) not in _GROUPED for s in stored) or len(set(stored)) > 1:
-        raise ValueError(f"torch multiplies groups of E4M3 with one scale a group or of MXFP8, not {left.format.name} "
-                         f"by {right.format.name}; hqarray.matmul does")
-    assert k is not None and n is not None
-    if k % MULTIPLE or n % MULTIPLE:
-        raise ValueError(f"torch takes k and n of multiples of {MULTIPLE}, not {k} and {n}; hqarray.matmul takes any")
-    types = _types(stored[0])
-    rows = a.rows
-    codes = shared(left.codes).view(types[0])
-    weights = shared(right.codes).view(types[0]).view(groups, n, k)
-    arguments = {"input": codes if rows.each is None else codes.view(groups, rows.each, k),
-                 "mat2": weights.transpose(1, 2)}
-    if rows.each is None:
-        arguments["offs"] = _ends(rows, codes.device)
-    if stored[0].scale == "float32":
-        return arguments | _repeated(left, right, rows, n)
-    return arguments | _tiled_groups(left, right, rows, types[1])
-
-
-_GROUPED = {("float32", None), ("e8m0", (1, 32))}
-
-
-def _ends(sizes: Sizes, device: Any) -> Any:
-    """Where each group's rows end, int32."""
-    if sizes.alignment > 1:
-        raise ValueError(f"torch takes groups back to back, these begin on multiples of {sizes.alignment}")
-    if sizes.is_known:
-        return torch.tensor(sizes.starts[1:], dtype=torch.int32, device=device)
-    stored = shared(sizes.device)
-    return stored if sizes.kind == "ends" else stored.cumsum(0, dtype=torch.int32)
-
-
-def _repeated(left: GroupedPart, right: GroupedPart, rows: Sizes, n: int) -> dict[str, Any]:
-    """One scale for each row of a and each column of b."""
-    scales_a, scales_b = shared(left.scales), shared(right.scales)
-    across = scales_b[:, None].expand(-1, n).contiguous()
-    if rows.each is not None:
-        return {"scale_a": scales_a[:, None].expand(-1, rows.each).contiguous(), "scale_b": across}
-    ends = _ends(rows, scales_a.device)
-    row = torch.arange(rows.capacity, dtype=torch.int32, device=ends.device)
-    group = torch.searchsorted(ends, row, right=True).clamp_(max=rows.num_groups - 1)
-    return {"scale_a": scales_a[group], "scale_b": across}
-
-
-def _tiled_groups(left: GroupedPart, right: GroupedPart, rows: Sizes, dtype: Any) -> dict[str, Any]:
-    """Scales of each group in tiles of its own: (rows of all tiles, blocks) of a, (num_groups, tiles) of b."""
-    if not rows.is_known:
-        raise ValueError("tiles of MXFP8 scales lie by the sizes, which are on the device; a.to_host() copies them")
-    if rows.each is not None:
-        raise ValueError("torch takes MXFP8 groups with offsets only, a's members are all of one shape; give sizes")
-    tiles = [[_tiles_of(member) for member in part.members()] for part in (left, right)]
-    wide = round_up(-(-left.layout.each // 32), 4)
-    return {"scale_a": torch.cat(tiles[0]).view(dtype).view(-1, wide), "scale_b": torch.stack(tiles[1]).view(dtype)}
-
-
-def _tiles_of(member: QuantizedArray) -> Any:
-    return tiled(shared(member.scales), *member.format.storage.num_scales(member.shape))
-
-
-__all__ = ["scaled_grouped_mm_arguments", "scaled_mm_arguments", "tiled", "untiled"]
+__all__ = ["scaled_mm_arguments", "tiled", "untiled"]

@@ -261,6 +261,23 @@ def test_wrong_options_are_one_line(source: Path, tmp_path: Path, capsys: Captur
         assert caught.value.code == 2
 
 
+def test_what_is_not_converted_is_named_where_nothing_else_is(tmp_path: Path, capsys: Capture) -> None:
+    save(tmp_path / "a", {"experts": np.zeros((2, 32, 32), np.float32), "ids": np.zeros((4, 4), np.int64)})
+    said = fails(capsys, tmp_path / "a", tmp_path / "b", "--rowwise=mxfp8")
+    assert "not 2-D are copied alone, as here 'ids' I64 [4, 4], 'experts' F32 [2, 32, 32]" in said
+    said = fails(capsys, tmp_path / "a", tmp_path / "b", "--rowwise=mxfp8", "--match=w*")
+    assert "no 2-D weight of a name like w*; it holds 'ids', 'experts'" in said
+
+
+def test_a_folder_is_no_file_to_write(
+    source: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (Path("."), tmp_path):
+        assert "is a directory; name a file in it" in fails(capsys, source, place, "--rowwise=mxfp8", "--force")
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
 def test_the_source_is_never_written(source: Path, tmp_path: Path, capsys: Capture) -> None:
     content = source.read_bytes()
     (tmp_path / "link").symlink_to(source)

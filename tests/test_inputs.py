@@ -267,5 +267,5 @@ def test_codes_are_no_values():
 
 def test_an_array_inside_jit_is_refused():
     jax = pytest.importorskip("jax")
-    with pytest.raises(TypeError, match="cannot be read by DLPack: Abstract tracer value"):
+    with pytest.raises(TypeError, match=r"DLPack: Abstract tracer value.*interop\.jax\.fake_quantize alone runs"):
         jax.jit(lambda x: hq.fake_quantize(x, "mxfp8"))(X)

@@ -1,5 +1,6 @@
 """JAX: parts with JAX's types and back, and fake quantization inside its transformations."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -119,20 +120,56 @@ def test_a_pair_goes_and_comes(rowwise, columnwise):
     hq.requantize(own, X)
 
 
+@named("format", FORMATS)
+def test_a_format_is_told_from_types_and_shapes_but_not_from_bytes(format):
+    """Only its scales tell NVFP4: JAX has bytes for FP4 and FP6. How a part was rounded is not told."""
+    part = hq.quantize(testing.matrix("gauss", (256, 512)), rowwise=format).rowwise
+    if format in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2"):
+        with pytest.raises(ValueError, match=r"may be mxfp6_e2m3, mxfp6_e3m2, mxfp4; pass format="):
+            hqj.from_jax(hqj.to_jax(part))
+        return
+    back = hqj.from_jax(hqj.to_jax(part))
+    assert dataclasses.replace(back.format.storage, pow2=part.format.storage.pow2) == part.format.storage
+    testing.assert_bitwise_equal(hq.HybridArray(back).dequantize(), hq.HybridArray(part).dequantize())
+
+
+@named("k", [64, 33])
+@named("format", ["mxfp4", "nvfp4"])
+def test_fp4_values_of_jax_are_packed_and_tell_their_format(format, k):
+    part = hq.quantize(testing.matrix("gauss", (24, k)), rowwise=format).rowwise
+    codes, scales, whole = hqj.to_jax(part)
+    values = jax.lax.bitcast_convert_type(codes, jnp.float4_e2m1fn).reshape(24, -1)[:, :k]
+    back = hqj.from_jax((values, scales, whole))
+    assert (back.format.storage, back.shape) == (part.format.storage, (24, k))
+    testing.assert_bitwise_equal(hq.HybridArray(back).dequantize(), hq.HybridArray(part).dequantize())
+
+
+def test_the_formats_of_a_pair_are_told_for_each_part():
+    array = hq.quantize(testing.matrix("gauss", (256, 512)), rowwise="mxfp8", columnwise="nvfp4")
+    back = hqj.from_jax(hqj.to_jax(array))
+    assert (back.rowwise.format.name, back.columnwise.format.name) == ("mxfp8", "nvfp4")
+
+
 @named(("call", "error", "message"), [
-    (lambda p: hqj.to_jax(X), TypeError, "to_jax takes a part or a HybridArray, not ndarray; of a GroupedArray g[i]"),
+    (lambda p: hqj.to_jax(X), TypeError, "to_jax takes a part or a HybridArray, not ndarray"),
+    (lambda p: hqj.to_jax(hq.grouped_quantize(X, [len(X)], rowwise="mxfp8")), TypeError,
+     "[to_jax(member) for member in g] gives a pair for each"),
+    (lambda p: hqj.from_jax(p.codes), TypeError, "not ArrayImpl; hqarray.quantize takes an array of values"),
+    (lambda p: hqj.from_jax(hqj.JaxPair(p), format=("mxfp8",) * 3), ValueError, "columnwise), not 3: "),
     (lambda p: hqj.from_jax((np.asarray(p.codes), p.scales), format="mxfp8"), TypeError,
      "codes is ndarray, not a jax.Array; jnp.asarray(...) makes one"),
     (lambda p: hqj.from_jax(p, format="mxfp8_e5m2"), TypeError,
      "codes of mxfp8_e5m2 are uint8 or float8_e5m2, these are float8_e4m3fn"),
-    (lambda p: hqj.from_jax(p, format="mxfp8", shape=(3, 3)), ValueError, "have shape (3, 3), these have (24, 64)"),
+    (lambda p: hqj.from_jax(p, format="mxfp8", shape=(3, 3)), ValueError,
+     "or half the columns in FP4; these have (24, 64)"),
     (lambda p: hqj.from_jax(p, format=("mxfp8", None)), TypeError, "are those of a JaxPair"),
     (lambda p: hqj.from_jax(p, format="mxfp8", dtype="float32"), TypeError, "are those of a JaxPair"),
-    (lambda p: hqj.from_jax(hqj.JaxPair(p), format=(None, "mxfp8")), ValueError, "format= names none for a part that"),
+    (lambda p: hqj.from_jax((p.codes, jnp.ones((3, 3)))), ValueError, "float32 (3, 3) are of no format; pass format="),
+    (lambda p: hqj.from_jax((None, p.scales)), TypeError, "codes is NoneType, not a jax.Array"),
     (lambda p: hqj.from_jax(p._replace(codes=p.codes[None]), format="mxfp8"), ValueError,
      "codes are (outer, k), these are (1, 24, 64)"),
-    (lambda p: jax.jit(lambda c: hqj.from_jax((c, p.scales), format="mxfp8").codes)(p.codes), Exception,
-     "Abstract tracer value"),
+    (lambda p: jax.jit(lambda c: hqj.from_jax((c, p.scales), format="mxfp8").codes)(p.codes), TypeError,
+     "codes is traced and has no memory: call from_jax outside jit, grad and vmap"),
 ])
 def test_what_is_no_part_is_refused(call, error, message):
     part = hqj.to_jax(hq.quantize(X, rowwise="mxfp8").rowwise)

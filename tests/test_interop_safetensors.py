@@ -152,6 +152,25 @@ def test_plain_arrays_are_the_tensors_they_are(tmp_path: Path) -> None:
     assert found["s"].shape == ()
 
 
+def test_tensors_of_torch_and_jax_are_saved_with_their_types(tmp_path: Path) -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    x = torch.linspace(-3, 3, 24).reshape(4, 6)
+    given = {"f32": x.requires_grad_(), "bf16": x.detach().bfloat16().t(), "e5m2": x.detach().to(torch.float8_e5m2),
+             "i64": torch.arange(3), "jax": jnp.arange(5, dtype=jnp.float16)}
+    save(tmp_path / "x", given)
+    with safetensors.safe_open(tmp_path / "x", "pt") as file:
+        for name in ("f32", "bf16", "e5m2", "i64"):
+            there = file.get_tensor(name)
+            assert there.dtype == given[name].dtype
+            ours, theirs = (t.detach().contiguous().view(torch.uint8) for t in (there, given[name]))
+            assert torch.equal(ours, theirs)
+    assert (load(tmp_path / "x")["jax"] == np.arange(5, dtype=np.float16)).all()
+    for bad, text in ((x.detach().to_sparse(), "cannot be read by DLPack"), ([1.0], "'bad' is list; save takes")):
+        with pytest.raises(TypeError, match=text):
+            save(tmp_path / "y", {"bad": bad})
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_buffers_are_the_file_and_nothing_is_read_at_once(tmp_path: Path) -> None:
     array = hq.quantize(X, rowwise="mxfp8", columnwise="nvfp4")
     save(tmp_path / "a.safetensors", {"w": array, "x": X})

@@ -128,6 +128,23 @@ def test_a_part_of_somebody_elses_buffers_is_given_in_place(device):
     assert_same_part(hqt.from_torch(tensors), part)
 
 
+def test_read_only_memory_is_copied(device):
+    """Torch cannot be told not to write into it."""
+    if device != "cpu":
+        pytest.skip("CuPy has no read-only memory")
+    part = quantized(device, rowwise="nvfp4").rowwise
+    part.buffers.memory.setflags(write=False)
+    codes = hqt.to_torch(part).codes
+    before = part.codes.copy()
+    codes.view(torch.uint8).zero_()
+    testing.assert_bitwise_equal(part.codes, before)
+    frozen = np.zeros((6, 64), np.uint8)
+    frozen.setflags(write=False)
+    foreign = hq.QuantizedArray.from_buffers(frozen, np.ones((6, 2), np.uint8), "mxfp8", (6, 64))
+    hqt.to_torch(foreign).codes.view(torch.uint8).fill_(1)
+    assert not frozen.any()
+
+
 def test_a_missing_part_is_none_in_the_pair(device):
     pair = hqt.to_torch(quantized(device, columnwise="mxfp8"))
     assert pair.rowwise is None
@@ -164,6 +181,19 @@ def test_an_array_made_of_tensors_multiplies_like_the_one_they_are_of(device):
     testing.assert_bitwise_equal(host(again @ b.T), host(a @ b.T))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "mxfp6_e2m3"])
+def test_a_part_may_go_there_and_back_again_and_again(name, device):
+    """Its memory is then a tensor of torch's types, whose views are taken anew."""
+    part = quantized(device, (33, 259), rowwise=name).rowwise
+    tensors = hqt.to_torch(part)
+    for _ in range(3):
+        again = hqt.from_torch(tensors, format=name, shape=part.shape)
+        tensors = hqt.to_torch(again)
+        assert type(again.buffers).__name__ == "Packed"
+        assert_same_part(again, part)
+        assert tensors.codes.data_ptr() == pointer(part.codes)
+
+
 def test_other_memory_is_never_taken_for_our_layout(device):
     """Codes whose padding may hold anything: they are copied at the GEMM, not read as they lie."""
     part = quantized(device, (16, 48), rowwise="mxfp8").rowwise
@@ -186,14 +216,21 @@ def test_other_memory_is_never_taken_for_our_layout(device):
 
 REFUSED = {
     "ambiguous_scale": (lambda t: t("fp8_e4m3", (40, 72)), {}, ValueError, r"may be fp8_e4m3, fp8_block_128x128; pass"),
+    "no_global_scale": (lambda t: t("nvfp4", (40, 72))._replace(global_scale=None), {}, ValueError, "are of no format"),
     "ambiguous_fp6": (lambda t: t("mxfp6_e2m3", (40, 72)), {}, ValueError, r"may be mxfp6_e2m3, mxfp6_e3m2; pass form"),
-    "no_format": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.ones(3, 3)), {}, ValueError, "no format; pass"),
+    "no_format": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.ones(3, 3)), {}, ValueError, "of no format"),
     "other_codes": (lambda t: t("mxfp8", (40, 72)), {"format": "mxfp8_e5m2"}, TypeError, "codes of mxfp8_e5m2 are"),
     "other_scales": (lambda t: t("mxfp8", (40, 72)), {"format": "fp8_e4m3"}, TypeError, "scales of fp8_e4m3 are torch"),
     "no_tensor": (lambda t: (np.zeros((4, 4)), None, None), {}, TypeError, "codes is ndarray, not a torch.Tensor"),
     "3-D": (lambda t: (torch.zeros(2, 3, 4), None, None), {}, ValueError, r"codes are \(outer, k\), these are \(2, 3"),
     "shape": (lambda t: t("mxfp8", (40, 72)), {"format": "mxfp8", "shape": (40, 71)}, ValueError, "have shape"),
     "device": (lambda t: t("mxfp8", (40, 72))._replace(scales=torch.zeros(2, device="meta")), {}, ValueError, "on met"),
+    "tensor": (lambda t: torch.zeros(4, 4), {}, TypeError, "or TorchGroup, not Tensor; hqarray.quantize takes a tens"),
+    "four": (lambda t: (None,) * 4, {}, TypeError, "from_torch takes a TorchPart"),
+    "three_formats": (lambda t: hqt.TorchPair(t("mxfp8", (40, 72))), {"format": ("mxfp8",) * 3}, ValueError, "not 3: "),
+    "nominal": (lambda t: hqt.TorchPair(t("mxfp8", (40, 72))), {"dtype": torch.float8_e5m2}, TypeError, "not torch.fl"),
+    "3-D_shape": (lambda t: t("mxfp8", (40, 72)), {"shape": (2, 20, 72)}, ValueError, r"\(outer, k\), not \(2, 20, 72"),
+    "other_shape": (lambda t: t("mxfp8", (40, 72)), {"shape": (20, 72)}, ValueError, "or half the columns in FP4; th"),
     "pair_format": (lambda t: t("mxfp8", (40, 72)), {"format": ("mxfp8", None)}, TypeError, "are those of a TorchPair"),
 }
 
@@ -206,7 +243,7 @@ def test_what_cannot_be_taken_is_refused(case):
 
 
 def test_what_is_no_part_is_refused():
-    with pytest.raises(TypeError, match=r"takes a part or a HybridArray, not Tensor"):
+    with pytest.raises(TypeError, match=r"takes a part, HybridArray or GroupedArray, not Tensor"):
         hqt.to_torch(torch.zeros(3))
     with pytest.raises(TypeError, match=r"dtype torch.complex64, which is not read"):
         as_array(torch.zeros(3, dtype=torch.complex64))

@@ -1,5 +1,6 @@
 """What torch's scaled GEMMs and torchao are given: run where they run, else decoded as torch's sources read it."""
 
+import inspect
 import warnings
 
 import numpy as np
@@ -271,6 +272,105 @@ def test_grouped_arguments_decode_to_the_members(format, sizes, device):
         np.testing.assert_allclose(w, host(gw[i].dequantize(dtype=np.float32)), rtol=2.0**-23, atol=0)
 
 
+def ragged_k(format, sizes, device="cpu", m=48, n=32):
+    """dy.T and x of a wgrad: rows of groups are what is contracted."""
+    xp = np if device == "cpu" else pytest.importorskip("cupy")
+    dy, x = (xp.asarray(testing.matrix("gauss", (sum(sizes), width), seed=i)) for i, width in enumerate((m, n)))
+    return hq.grouped_quantize(dy, sizes, columnwise=format).T, hq.grouped_quantize(x, sizes, columnwise=format)
+
+
+def members_of(given, side, format, i, rows, outer):
+    """Values of member i of an operand as torch's kernels find them; of ragged k given["sizes"] are the widths."""
+    first = "input" if "input" in given else "mat_a"
+    mat = given[first] if side == "a" else given[{"input": "mat2", "mat_a": "mat_b"}[first]].mT
+    codes, (start, end) = mat.view(torch.uint8), rows
+    per_byte = 2 if "fp4" in format else 1
+    scale, *whole = given[f"scale_{side}"] if isinstance(given[f"scale_{side}"], list) else [given[f"scale_{side}"]]
+    block = 16 if format == "nvfp4" else 32
+    high = -(-outer // 128) * 128
+    if mat.ndim == 3:
+        codes, scale = codes[i], scale[i]
+    elif "sizes" not in given:  # ragged rows
+        codes, ends = codes[start:end], [0, *given["offs"].tolist()]
+        above = sum(-(-(ends[j + 1] - ends[j]) // 128) * 128 for j in range(i))
+        scale = scale[start:end] if scale.dtype == torch.float32 else scale[above : above + high]
+    else:  # ragged k
+        codes = codes[:, start // per_byte : end // per_byte]
+        if scale.dtype == torch.float32:
+            scale = scale[i * outer : (i + 1) * outer]
+        else:
+            widths = [-(-n // block // 4) * 4 for n in given["sizes"]]
+            flat, at = scale.view(torch.uint8).reshape(-1), high * sum(widths[:i])
+            scale = flat[at : at + high * widths[i]].view(scale.dtype)
+    types = F.ScalingType
+    recipe = given.get(f"scale_recipe_{side}", [types.RowWise if scale.dtype == torch.float32 else types.BlockWise1x32])
+    codes = codes.contiguous().view(mat.dtype)
+    if scale.dtype == torch.float32:
+        assert recipe == [types.RowWise] and not whole and tuple(scale.shape) == (len(codes),)
+        return host(codes.float() * scale[:, None])
+    wanted = [types.BlockWise1x16, types.TensorWise] if format == "nvfp4" else [types.BlockWise1x32]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: 1 + len(whole)]
+    assert recipe == wanted and given.get(f"swizzle_{side}", swizzles) == swizzles
+    return decoded(codes, [scale.reshape(-1), *(w[i] for w in whole)], recipe, swizzles)
+
+
+NEWER = ["fp8_e4m3", "mxfp8", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("sizes", [[32, 0, 160, 64], [256]], ids=str)
+@pytest.mark.parametrize(("format", "function"), [(f, "scaled_grouped_mm") for f in NEWER] + [
+    (f, "_scaled_grouped_mm") for f in NEWER[:2]])
+def test_arguments_of_ragged_k_decode_to_the_members(format, function, sizes, device):
+    a, b = ragged_k(format, sizes, device)
+    given = hqt.scaled_grouped_mm_arguments(a, b, function=function)
+    assert given["offs"].tolist() == np.cumsum(sizes).tolist() and given["offs"].dtype == torch.int32
+    ends = [0, *given["offs"].tolist()]
+    given = {**given, "sizes": sizes}
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        rows = ends[i], ends[i + 1]
+        if sizes[i]:
+            for side, outer, wanted in (("a", 48, x), ("b", 32, y.T)):
+                np.testing.assert_allclose(members_of(given, side, format, i, rows, outer),
+                                           host(wanted.dequantize(dtype=np.float32)), rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("format", NEWER)
+def test_arguments_of_the_newer_function_decode_to_the_members(format, device):
+    sizes = [3, 0, 197, 100]
+    g, gw = groups(format, sizes, device)
+    given = hqt.scaled_grouped_mm_arguments(g, gw.T, function="scaled_grouped_mm")
+    ends = [0, *given["offs"].tolist()]
+    for i, (x, w) in enumerate(zip(g, gw, strict=True)):
+        for side, outer, wanted in (("a", sizes[i], x), ("b", 48, w)):
+            if sizes[i] or side == "b":
+                np.testing.assert_allclose(members_of(given, side, format, i, (ends[i], ends[i + 1]), outer),
+                                           host(wanted.dequantize(dtype=np.float32)), rtol=2.0**-23, atol=0)
+    accepted = inspect.signature(F.scaled_grouped_mm).parameters
+    assert set(given) <= set(accepted)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8"])
+@pytest.mark.parametrize("axis", ["rows", "k", "none"])
+def test_torchs_own_checks_take_the_arguments(axis, format):
+    """Oracle: the meta kernel, which makes the checks of the CUDA one without a GPU."""
+    sizes = [32, 0, 160, 64]
+    if axis == "none":
+        if format == "mxfp8":
+            pytest.skip("torch takes MXFP8 with offsets only")
+        a, b = (hq.GroupedArray.from_stacked(testing.matrix("gauss", (4 * n, 96)).reshape(4, n, 96), rowwise=format)
+                for n in (32, 48))
+        b = b.T
+    elif axis == "k":
+        a, b = ragged_k(format, sizes)
+    else:
+        a, b = groups(format, sizes, T=256)
+        b = b.T
+    given = hqt.scaled_grouped_mm_arguments(a, b)
+    meta = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in given.items()}
+    y = torch._scaled_grouped_mm(**meta, out_dtype=torch.bfloat16)
+    assert tuple(y.shape) == {"rows": (256, 48), "k": (4, 48, 32), "none": (4, 32, 48)}[axis]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_device", [False, True], ids=["host_sizes", "device_sizes"])
 def test_torch_multiplies_groups_on_hopper(on_device):
@@ -284,24 +384,40 @@ def test_torch_multiplies_groups_on_hopper(on_device):
             assert_product(rows, a, b.T, 2.0**-8)
 
 
+@pytest.mark.gpu
+def test_torch_multiplies_groups_of_ragged_k_on_hopper():
+    a, b = ragged_k("fp8_e4m3", [32, 160, 64], "cuda", 128, 256)
+    y = torch._scaled_grouped_mm(**hqt.scaled_grouped_mm_arguments(a, b), out_dtype=torch.bfloat16)
+    for product, x, w in zip(y.float(), a, b, strict=True):
+        assert_product(product, x, w, 2.0**-8)
+
+
+def pair_of(format, **sizes):
+    g, gw = groups(format, [100, 200], **sizes)
+    return g, gw.T
+
+
 GROUPS_NOT_TAKEN = {
-    "ragged_k": (lambda g, w: (hq.grouped_quantize(np.ones((20, 64), np.float32), [8, 12], columnwise="fp8_e4m3").T,
-                               hq.grouped_quantize(np.ones((20, 32), np.float32), [8, 12], columnwise="fp8_e4m3")),
-                 ValueError, "another ragged axis"),
+    "ragged_k": (lambda g, w: ragged_k("fp8_e4m3", [8, 16]), {}, ValueError, "multiples of 16, group 0 has 8"),
+    "ragged_n": (lambda g, w: (g.T, g), {}, ValueError, "a.rowwise|needs the rowwise part"),
     "blocks": (lambda g, w: tuple(f(groups("fp8_block_1x128", [100, 200])[i])
-                                  for i, f in enumerate((lambda x: x, lambda x: x.T))),
-               ValueError, "groups of E4M3 with one scale a group or of MXFP8, not fp8_block_1x128"),
-    "n": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], n=40)[1].T), ValueError, "k and n of multiples of 16, not 96"),
-    "hybrid": (lambda g, w: (g[0], w.T), TypeError, "a is HybridArray; scaled_grouped_mm_arguments takes GroupedArr"),
-    "fit": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], k=64)[1].T), ValueError, "do not fit"),
+                                  for i, f in enumerate((lambda x: x, lambda x: x.T))), {},
+               ValueError, "one scale a group, MXFP8, MXFP4 and NVFP4, both operands alike, not fp8_block_1x128"),
+    "mixed": (lambda g, w: (g, groups("mxfp8", [100, 200])[1].T), {}, ValueError, "not fp8_e4m3 by mxfp8"),
+    "older_nvfp4": (lambda g, w: pair_of("nvfp4"), {}, ValueError, "_scaled_grouped_mm takes no nvfp4, torch.nn.fun"),
+    "function": (lambda g, w: (g, w.T), {"function": "mm"}, ValueError, "function='mm' is not '_scaled_grouped_mm' or"),
+    "n": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], n=40)[1].T), {}, ValueError, "multiple of 16, not 40"),
+    "k": (lambda g, w: pair_of("mxfp8", k=48), {}, ValueError, "k of a multiple of 32, not 48"),
+    "hybrid": (lambda g, w: (g[0], w.T), {}, TypeError, "a is HybridArray; scaled_grouped_mm_argumen"),
+    "fit": (lambda g, w: (g, groups("fp8_e4m3", [3, 4], k=64)[1].T), {}, ValueError, "do not fit"),
 }
 
 
 @pytest.mark.parametrize("case", GROUPS_NOT_TAKEN)
 def test_groups_that_torch_does_not_take_are_named(case):
-    make, error, text = GROUPS_NOT_TAKEN[case]
+    make, options, error, text = GROUPS_NOT_TAKEN[case]
     with pytest.raises(error, match=text):
-        hqt.scaled_grouped_mm_arguments(*make(*groups("fp8_e4m3", [100, 200])))
+        hqt.scaled_grouped_mm_arguments(*make(*groups("fp8_e4m3", [100, 200])), **options)
 
 
 # --- torchao ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hqarray.interop import torch as hqt  # noqa: E402
 from hqarray.interop.torch_arrays import as_array  # noqa: E402
+from hqarray.interop.torch_linear import _sums  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -71,6 +72,48 @@ def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device
     assert not y[sum(sizes):].any() and not dx[sum(sizes):].any(), "rows of no group"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["host", "on_device"])
+@pytest.mark.parametrize("case", SIZES)
+def test_each_group_has_its_bias(case, dtype, on_device, device):
+    """Oracle: linear with a bias for each group; its gradient is the float64 sum of the group's rows."""
+    if on_device and device == "cpu":
+        pytest.skip("sizes lie on a device beside tensors there")
+    sizes = SIZES[case]
+    x, w, dy, bias = tensors(device, (50, 64), (4, 48, 64), (50, 48), (4, 48), dtype=dtype)
+    given = torch.tensor(sizes, device=device) if on_device else sizes
+    y = hqt.grouped_linear(x, w, given, "mxfp8", bias)
+    dx, dw, db = torch.autograd.grad(y, (x, w, bias), dy.detach())
+    plain = torch.autograd.grad(hqt.grouped_linear(x, w, given, "mxfp8"), (x, w), dy.detach())
+    assert torch.equal(dx, plain[0]) and torch.equal(dw, plain[1])
+    start = 0
+    for i, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        assert_near(y[rows], host(hqt.linear(x[rows], w[i], "mxfp8", bias[i])), device, 64)
+        exact = host(dy).astype(np.float64)[rows].sum(0)
+        unit = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-20
+        error = np.abs(host(db[i]).astype(np.float64) - exact)
+        assert (error <= unit * np.abs(host(dy).astype(np.float64)[rows]).sum(0)).all()
+        start += size
+    assert db.dtype == dtype and not y[start:].any(), "rows of no group have a bias"
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sums_of_groups_are_the_same_where_the_host_does_not_know_the_sizes(case, device):
+    values = torch.arange(50 * 3, device=device, dtype=torch.bfloat16).reshape(50, 3) % 64
+    sizes = torch.tensor(SIZES[case], device=device)
+    assert torch.equal(_sums(values, sizes, ()), _sums(values, None, tuple(SIZES[case])))
+    wrong = torch.tensor([-4, 10, 60, 5], device=device)  # cut off as the kernels do
+    assert torch.equal(_sums(values, wrong, ()), _sums(values, None, (0, 10, 40, 0)))
+
+
+def test_a_bias_alone_has_its_gradient(device):
+    x, w, bias = tensors(device, (50, 64), (4, 48, 64), (4, 48))
+    y = hqt.grouped_linear(x.detach(), w.detach(), SIZES["short_of_T"], "fp8", bias)
+    db, = torch.autograd.grad(y.sum(), bias)
+    assert host(db).tolist() == [[float(n)] * 48 for n in SIZES["short_of_T"]]
+
+
 @pytest.mark.parametrize("make", [
     list, tuple, np.array, torch.tensor, lambda s: torch.tensor(s, dtype=torch.int32), lambda s: map(np.int64, s),
 ], ids=["list", "tuple", "numpy", "int64", "int32", "iterator"])
@@ -122,6 +165,8 @@ BAD = {
     "too_many": (lambda x, w: (x, w, [1, 2, 3, 45], "fp8"), ValueError, "end at row 51, the values have 50"),
     "negative": (lambda x, w: (x, w, [1, -2, 3, 4], "fp8"), ValueError, "group 1 would have -2 rows"),
     "floats": (lambda x, w: (x, w, torch.ones(4), "fp8"), TypeError, "sizes are integers, one for each group, not tor"),
+    "one_number": (lambda x, w: (x, w, 50, "fp8"), TypeError, "sizes are integers, one for each group, not 50"),
+    "bias": (lambda x, w: (x, w, [50, 0, 0, 0], "fp8", x[0]), ValueError, r"bias must have shape \(4, 48\), it has \("),
     "2-D": (lambda x, w: (x, w[0], [50], "fp8"), ValueError, r"needs x \(T, k\) and w \(num_groups, n, k\)"),
 }
 
@@ -144,6 +189,20 @@ def test_a_module_has_a_weight_for_each_group_with_torchs_values(device):
     x, = tensors(device, (50, 64))
     testing.assert_bitwise_equal(host(other(x, SIZES["ragged"])), host(layer(x, SIZES["ragged"])))
     assert hqt.GroupedLinear(2, 0, 4, recipe="fp8", dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_a_module_with_bias_has_torchs_values(device):
+    torch.manual_seed(0)
+    layer = hqt.GroupedLinear(3, 64, 48, bias=True, recipe="mxfp8", device=device)
+    torch.manual_seed(0)
+    for weight, bias in zip(layer.weight, layer.bias, strict=True):
+        alone = torch.nn.Linear(64, 48, device=device)
+        testing.assert_bitwise_equal(host(weight), host(alone.weight))
+        testing.assert_bitwise_equal(host(bias), host(alone.bias))
+    assert "bias=True" in repr(layer) and set(layer.state_dict()) == {"weight", "bias"}
+    x, = tensors(device, (50, 64))
+    y = hqt.grouped_linear(x, layer.weight, [50, 0, 0], "mxfp8", layer.bias)
+    testing.assert_bitwise_equal(host(layer(x, [50, 0, 0])), host(y))
 
 
 def test_experts_learn(device):

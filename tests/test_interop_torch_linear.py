@@ -221,6 +221,47 @@ def test_a_second_derivative_is_refused(device):
             dx.square().sum().backward()
 
 
+def test_another_kind_of_device_is_refused():
+    x = torch.zeros(4, 32, device="meta")
+    with pytest.raises(TypeError, match="x is on meta; hqarray computes on the CPU and on CUDA devices"):
+        hqt.linear(x, x, "mxfp8")
+
+
+TRANSFORMS = {
+    "grad": lambda f, w: torch.func.grad(lambda w: f(w).sum())(w),
+    "vmap": lambda f, w: torch.vmap(f)(torch.stack([w, w])),
+    "jvp": lambda f, w: torch.func.jvp(f, (w,), (w,)),
+    "jacrev": lambda f, w: torch.func.jacrev(f)(w),
+    "forward_mode": lambda f, w: forward_mode(f, w),
+    "batched_grads": lambda f, w: torch.autograd.functional.jacobian(lambda w: f(w).sum(), w, vectorize=True),
+}
+
+
+def forward_mode(f, w):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(w, w))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # by torch's own forward mode
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_that_need_rules_of_their_own_are_refused_by_name(transform, grouped, device):
+    x, w = (torch.randn(*shape).to(device) for shape in ((6, 32), (16, 32)))
+
+    def layer(w):
+        return hqt.grouped_linear(x, w[None], [6], "mxfp8") if grouped else hqt.linear(x, w, "mxfp8")
+
+    with pytest.raises(NotImplementedError, match=r"hqarray's linear layers .*(autograd\.grad|leave out is_grads_ba)"):
+        TRANSFORMS[transform](layer, w)
+
+
+def test_a_module_is_called_with_other_parameters(device):
+    layer = hqt.Linear(32, 16, recipe="mxfp8").to(device)
+    x, other = torch.randn(4, 32).to(device), torch.randn(16, 32).to(device)
+    y = torch.func.functional_call(layer, {"weight": other}, x)
+    assert torch.equal(y, hqt.linear(x, other, "mxfp8", layer.bias))
+
+
 def test_backward_twice_needs_retain_graph_and_saved_memory_is_freed(device):
     x, w = tensors(device, (64, 128), (32, 128))
     y = hqt.linear(x, w, "mxfp8").sum()
@@ -342,7 +383,7 @@ def test_a_module_says_its_formats_where_its_recipe_has_no_name():
     recipe = hq.Recipe("mxfp8", ("mxfp8", "nvfp4"), "nvfp4")
     assert "recipe=(mxfp8, mxfp8/nvfp4, nvfp4)" in repr(hqt.Linear(4, 4, recipe=recipe))
     assert repr(hqt.GroupedLinear(2, 4, 8, recipe="fp8")) == (
-        "GroupedLinear(num_groups=2, in_features=4, out_features=8, recipe=fp8)"
+        "GroupedLinear(num_groups=2, in_features=4, out_features=8, bias=False, recipe=fp8)"
     )
 
 
