@@ -166,7 +166,7 @@ class _Members:
             None if column is None else code_span(column.storage, "k", 8, 1),
             None if column is None else scale_span(column.storage, "k", 8),
         )
-        numbers = (n for span in spans for n in ((1, 1) if span is None else span.in_kernels))
+        numbers = (n for span in spans for n in ((1, 1) if span is None else (span.divide, span.multiple)))
         return _Members(kernel, tiles, tuple(numbers))
 
     def find(self, stream: int, rows: Sizes) -> Any:

@@ -19,9 +19,6 @@ from .layout import ALIGNMENT, PITCH, Array, BlockMajor, RowMajor, part_layout, 
 
 Axis: TypeAlias = Literal["outer", "k"]
 
-MOST_COUNTED = (1 << 31) - 1
-"""No member of a group is larger on a GPU."""
-
 SizeKind: TypeAlias = Literal["int32", "int64", "ends", "each"]
 SIZE_KINDS: tuple[SizeKind, ...] = ("int32", "int64", "ends", "each")
 """How kernels are told sizes: an array of int32 or int64, int32 cumulative ends, or one size for all."""
@@ -86,11 +83,6 @@ class Span:
     divide: int
     multiple: int
     nbytes: int = 1
-
-    @property
-    def in_kernels(self) -> tuple[int, int]:
-        """Divide and multiple as kernels take them, who count sizes in 31 bits."""
-        return min(self.divide, MOST_COUNTED), self.multiple
 
     def units(self, sizes: Any) -> Any:
         """Of a size or an array of them."""

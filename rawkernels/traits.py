@@ -23,6 +23,10 @@ _FP6_CONVERSIONS = {(2, 3, 1, "none"), (3, 2, 3, "none")}
 """(exponent bits, mantissa bits, bias, specials) that the chip's FP8 conversion serves; others go bit by bit."""
 
 
+MOST_INT = (1 << 31) - 1
+"""What stands for a block's columns where they are a whole row."""
+
+
 def wide(dtype_name: str) -> str:
     """The input type of values kept in a dtype."""
     return _WIDE[dtype_name]
@@ -59,7 +63,7 @@ def not_built(format: Format) -> str | None:
     if storage.rht:
         return "the Hadamard transform (rht)"
     if format.measures_rows:
-        return "a scale for each row"
+        return "one global scale for each row" if storage.global_per_row else "one scale for each row"
     if format.is_stochastic:
         return "stochastic rounding"
     if isinstance(format.scaling, TwoLevel) and format.scaling != TwoLevel(448.0):
@@ -71,7 +75,7 @@ def _expect_built(format: Format) -> None:
     lacking = not_built(format)
     if lacking is not None:
         raise NotImplementedError(
-            f"{format.name} has no CUDA kernels yet that quantize: they lack {lacking}; quantize a NumPy array "
+            f"{format.name} has no CUDA kernels yet that quantize: they lack {lacking}; quantize NumPy arrays "
             f"(cupy.asnumpy)"
         )
 
@@ -168,8 +172,8 @@ def _grouped(grouped: bool, **spans: Span | None) -> str:
     """Whether the rows are those of many matrices, and how a member's segments are found."""
     text = f"#define GROUPED {int(grouped)}\n"
     for name, span in spans.items() if grouped else ():
-        divide, multiple = (span or Span(1, 1)).in_kernels
-        text += f"#define {name} hq::Span<{divide}, {multiple}>\n"
+        one = span or Span(1, 1)
+        text += f"#define {name} hq::Span<{min(one.divide, MOST_INT)}, {one.multiple}>\n"
     return text
 
 
