@@ -85,13 +85,15 @@ class Decode:
     row_bytes: int
     outer: int
     k: int
+    globals_offset: int = 0  # of global scales, where each row has its own
     writes_alpha: bool = False
 
     def prepare(self, pointers: Pointers, base: int, stream: int) -> Operand:
         """Launch; the pointers that cuBLASLt gets."""
         codes, scales, scalar, other, alpha = pointers
+        own = codes + self.globals_offset if self.globals_offset else scalar
         self.kernel.launch(
-            stream, _DECODE, codes, self.pitch, scales, self.scale_pitch, scalar, other,
+            stream, _DECODE, codes, self.pitch, scales, self.scale_pitch, own, other,
             alpha if self.writes_alpha else 0, base + self.target, self.row_bytes, self.outer, self.k,
         )
         return base + self.target, 0

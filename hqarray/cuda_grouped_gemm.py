@@ -24,6 +24,7 @@ from .cuda_calls import Scratch, _captured, _constants, workspace
 from .cuda_gemm import MOST_CALLS, _name, chip_of
 from .cuda_grouped import Groups, groups_of
 from .cuda_grouped_sides import OUT, SCRATCH, A, B, Decode, Rows, Side, Target, side_of, uniform
+from .formats import ROW
 from .grouped_gemm import Request
 from .grouped_parts import GroupedPart
 from .groups import Sizes
@@ -302,6 +303,8 @@ def _engine(request: Request, chip: tuple[int, int]) -> gemm.Engine:
     advice = "give the sizes on the host, so that members are multiplied one by one"
     if engine.name == "fp32":
         raise Unavailable(f"cuBLASLt has no grouped float32 products ({engine.reason or 'asked for'}); {advice}")
+    if engine.name == "native" and request.a.layout.storage.block == (1, ROW):
+        raise Unavailable(f"cuBLASLt has no grouped products of a scale for each row; {advice}")
     if engine.name == "native" and request.a.layout.storage.scale in ("e8m0", "e4m3"):
         if engine.reason == "asked for":
             raise Unavailable(f"grouped products of byte scales are not built for sm_{chip[0]}{chip[1]}; {advice}, or "

@@ -9,14 +9,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hqarray.formats import FORMATS, Format, Storage
+from hqarray.formats import FORMATS, Format, Storage, as_format
 from hqarray.groups import Axis
 
 from . import loader, traits
 from .loader import Resources
 
-BUILT: dict[str, Format] = {name: format for name, format in FORMATS.items() if traits.not_built(format) is None}
-"""The rows of FORMATS that there are kernels for."""
+STORED: dict[str, Format] = FORMATS | {name: as_format(name) for name in ("nvfp4(rht=true)",)}
+"""Formats by whose storages parts are decoded: FORMATS, and the option that stores a part differently."""
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -62,12 +62,10 @@ class Specialisation:
 
 def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
     """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other."""
-    formats = list(BUILT.items())
-    storages: dict[Storage, str] = {}
-    for name, format in formats:
-        storages.setdefault(format.storage, name)
-    for storage in {format.storage: None for _, format in formats if format.transposable}:
-        yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
+    formats = list(FORMATS.items())
+    storages, moved = _storages(STORED), _storages({n: format for n, format in STORED.items() if format.transposable})
+    for storage, name in moved.items():
+        yield Specialisation(f"transpose {name}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
     yield Specialisation("delayed scaling", traits.delayed_launch().source, True)
     yield from _around_a_gemm(storages)
@@ -88,9 +86,19 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                     source = traits.quantize_launch(None, row, dtype, aligned).source
                     yield Specialisation(f"quantize - / {name} {suffix}", source, main)
             for storage, name in storages.items():
+                if name not in FORMATS and not main:
+                    continue
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _storages(formats: dict[str, Format]) -> dict[Storage, str]:
+    """Each storage once, with the name of the first format that is stored so."""
+    storages: dict[Storage, str] = {}
+    for name, format in formats.items():
+        storages.setdefault(format.storage, name)
+    return storages
 
 
 def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) -> Iterator[Specialisation]:
@@ -114,7 +122,8 @@ def _forms(storage: Storage) -> list[tuple[int, bool, str]]:
 
 
 def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
-    """What makes operands of parts, and results of sums."""
+    """What makes operands of parts, and results of sums. Rotated parts are decoded as others are."""
+    storages = {storage: name for storage, name in storages.items() if not storage.rht}
     for storage, name in storages.items():
         source = traits.decode_launch(storage, "float32", 1, False).source
         yield Specialisation(f"decode {name} to float32", source, False)
