@@ -9,8 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hqarray.formats import FORMATS, Format, Storage, as_format
+from hqarray.formats import FORMATS, NVFP4, Format, Storage, as_format
 from hqarray.groups import Axis
+from hqarray.recipes import RECIPES, ROLES
 
 from . import loader, traits
 from .loader import Resources
@@ -71,6 +72,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)
+        yield from _of_recipes()
     for dtype in dtypes:
         for aligned in (True, False):
             main = dtype == "bfloat16" and aligned
@@ -91,6 +93,21 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _of_recipes() -> Iterator[Specialisation]:
+    """Pairs that recipes name beside the rows of FORMATS, and four-over-six, which none does; with their amaxes."""
+    known = set(FORMATS.values())
+    pairs = [recipe[role] for recipe in RECIPES.values() for role in ROLES]
+    pairs += [(format, format) for format in (NVFP4(four_over_six="mae"), NVFP4((16, 16), four_over_six="mse"))]
+    for row, column in dict.fromkeys(pairs):
+        if {row, column} <= known:
+            continue
+        name = f"{row.name} / {column.name} bfloat16"
+        yield Specialisation(f"quantize {name}", traits.quantize_launch(row, column, "bfloat16", True).source, False)
+        first, second, _ = traits.measures_of(row, column, False)
+        source = traits.amax_launch("bfloat16", True, row=first, column=second).source
+        yield Specialisation(f"amax {name}", source, False)
 
 
 def _storages(formats: dict[str, Format]) -> dict[Storage, str]:
