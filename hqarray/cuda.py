@@ -486,7 +486,7 @@ def record_amax(values: Array, current: Array, noop: Array | None = None) -> Non
         m, k = values.shape
         kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
         flag = 0 if noop is None else noop.data.ptr
-        kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, current.data.ptr, flag)
+        kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, current.data.ptr, 0, flag)
 
 
 def update_amaxes(history: Array, current: Array, amax: Array, largest: bool, margin: int) -> None:

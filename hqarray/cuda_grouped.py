@@ -301,7 +301,7 @@ def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None
         kernel = _kernel(launch, rows.capacity, rows.num_groups, k, device)
         stream, flag = stream_of(device), 0 if noop is None else noop.data.ptr
         table = _Members.of(rows, None, None, launch.tile, device).find(stream, rows)
-        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, flag, table.ptr)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, 0, flag, table.ptr)
 
 
 # --- decode -------------------------------------------------------------------------------------
