@@ -3,12 +3,14 @@
     python docs/update_readme.py          rewrites README.md
     python docs/update_readme.py --check  exit code 1 where a part is out of date
 
-A part lies between `<!-- generated: WHAT -->` and `<!-- end -->`; WHAT is "formats", "recipes" or a command line
-that begins with "python".
+A part lies between `<!-- generated: WHAT -->` and `<!-- end -->`; WHAT is "formats", "recipes", "docs/training.json"
+(what `python -m hqarray train --json docs/training.json` wrote) or a command line that begins with "python".
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shlex
@@ -17,11 +19,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 import hqarray as hq
 from hqarray.formats import block_name
 from hqarray.layout import part_layout
+from hqarray.recipes import ROLES
+from hqarray.train import Study
 
 README = Path(__file__).parent.parent / "README.md"
+TRAINING = Path(__file__).parent / "training.json"
 PART = re.compile(r"(<!-- generated: (?P<what>.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -46,12 +53,16 @@ def format_table() -> str:
 
 
 def recipe_table() -> str:
-    """One row for each named recipe; where the two directions differ, rowwise/columnwise."""
-    lines = ["| name | input | weight | gradient of the output |", "|---|---|---|---|"]
+    """One row for each named recipe; where the two directions differ rowwise/columnwise, derived ones after a >."""
+    lines = ["| name | input | weight | gradient of the output | amaxes |", "|---|---|---|---|---|"]
     for name, recipe in hq.RECIPES.items():
-        pairs = (recipe.input, recipe.weight, recipe.grad_output)
-        cells = ("/".join(dict.fromkeys(f"`{format.name}`" for format in pair)) for pair in pairs)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        cells = [f"`{name}`"]
+        for role in ROLES:
+            row, column = (f"`{format.name}`" for format in recipe[role])
+            both = f"{row} > {column}" if role in recipe.from_rows else f"{row}/{column}"
+            cells.append(row if row == column and role not in recipe.from_rows else both)
+        cells.append("measured" if recipe.delayed is None else "earlier steps")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -66,8 +77,19 @@ def command_output(command: str) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+def training_table() -> str:
+    """The study that is kept in docs, as the command prints it in a terminal of 80 columns."""
+    study = Study.from_dict(json.loads(TRAINING.read_text(encoding="utf-8")))
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    with console.capture() as printed:
+        console.print(study)
+    return "\n".join(["```text", *(line.rstrip() for line in printed.get().rstrip().splitlines()), "```"])
+
+
 def generated(what: str) -> str:
-    tables: dict[str, Callable[[], str]] = {"formats": format_table, "recipes": recipe_table}
+    tables: dict[str, Callable[[], str]] = {
+        "formats": format_table, "recipes": recipe_table, "docs/training.json": training_table
+    }
     return tables[what]() if what in tables else command_output(what)
 
 

@@ -7,6 +7,7 @@ Importing it loads NumPy and ml_dtypes only.
 """
 
 from .arrays import HybridArray, QuantizedArray
+from .delayed import DelayedScaling
 from .explore import Comparison, compare
 from .formats import ELEMENTS, FORMATS, FP8, MX, NVFP4, Element, Format, FP8Block, HighPrecision, as_format
 from .gemm import Engine
@@ -14,7 +15,9 @@ from .grouped import GroupedArray
 from .grouped_ops import grouped_quantize, split_quantize
 from .linear import linear_backward, linear_forward
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
-from .recipes import RECIPES, Recipe, as_recipe
+from .plots import plot_error, plot_formats, plot_groups, plot_scales, plot_tradeoff
+from .recipes import RECIPES, Delayed, Recipe, as_recipe
+from .shards import Shard, quantize_shard, shard_alignment
 
 __version__ = "0.1.0"
 
@@ -26,6 +29,8 @@ __all__ = [
     "NVFP4",
     "RECIPES",
     "Comparison",
+    "Delayed",
+    "DelayedScaling",
     "Element",
     "Engine",
     "FP8Block",
@@ -35,6 +40,7 @@ __all__ = [
     "HybridArray",
     "QuantizedArray",
     "Recipe",
+    "Shard",
     "amax",
     "as_format",
     "as_recipe",
@@ -46,8 +52,15 @@ __all__ = [
     "linear_backward",
     "linear_forward",
     "matmul",
+    "plot_error",
+    "plot_formats",
+    "plot_groups",
+    "plot_scales",
+    "plot_tradeoff",
     "quantize",
+    "quantize_shard",
     "requantize",
+    "shard_alignment",
     "split_quantize",
     "with_columnwise",
 ]

@@ -1,4 +1,4 @@
-"""The command line: python -m hqarray report | info | convert."""
+"""The command line: python -m hqarray report | info | convert | train."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,6 +25,10 @@ from .interop import convert
 from .operands import default_operands, read_operands
 from .report import Report, count_steps, select, study
 from .tensorfile import FileError
+from .train import RECIPES_OF_THE_STUDY, SIZES, Study, named, not_built
+from .train import study as train_study
+from .train_plot import has_matplotlib, save_picture
+from .train_text import TextError, read_text
 
 PATIENCE = 2.0
 """Seconds before a progress bar appears."""
@@ -74,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors")
     report.add_argument("--formats", metavar="NAME,...", help="what to study, e.g. 'fp8,mxfp8(rule=floor)'")
     report.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
-    report.add_argument("--html", metavar="FILE", help="write the tables as one page; - as for --json")
+    report.add_argument("--html", metavar="FILE",
+                        help="write the tables as one page, with plots if matplotlib is installed; - as for --json")
     report.set_defaults(run=_report)
 
     about = commands.add_parser("info", help="versions, GPU, libcublasLt, and the engine of each pair of formats")
@@ -98,6 +106,22 @@ def _parser() -> argparse.ArgumentParser:
     change.add_argument("--seed", type=int, default=0, help="of formats that round at random (default: 0)")
     change.add_argument("--force", action="store_true", help="replace OUT where there is one")
     change.set_defaults(run=_convert)
+
+    train = commands.add_parser(
+        "train", help="train a small language model with each recipe, and compare the losses",
+        description="Train a small transformer on Python's help texts, once for each recipe from the same start, with "
+        "NumPy or on a GPU, and show how far the losses are above that of bf16.",
+    )
+    train.add_argument("--recipes", metavar="NAME,...",
+                       help=f"recipes or formats beside bf16 (default: {', '.join(RECIPES_OF_THE_STUDY)})")
+    train.add_argument("--size", choices=SIZES, default="small", help="of the model and its training (default: small)")
+    train.add_argument("--steps", type=int, metavar="N", help="in place of the size's own")
+    train.add_argument("--seed", type=int, metavar="N", default=0, help="of initial values, text and rounding")
+    train.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="cpu: NumPy (default); gpu: CuPy")
+    train.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
+    train.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
+    train.add_argument("--plot", metavar="FILE", help="draw the curves with matplotlib, .png or .svg")
+    train.set_defaults(run=_train)
     return parser
 
 
@@ -109,9 +133,7 @@ def _version() -> str:
 
 def _report(options: argparse.Namespace) -> int:
     # mistakes are found before the work starts
-    names = [] if options.formats is None else [n.strip() for n in re.split(r",(?![^(]*\))", options.formats)]
-    if options.formats is not None and not all(names):
-        raise UsageError(f"--formats {options.formats!r} has an empty name; separate names by single commas")
+    names = [] if options.formats is None else _names("--formats", options.formats)
     try:
         selection = select(names)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -130,6 +152,14 @@ def _report(options: argparse.Namespace) -> int:
         report = study(operands, selection, _Bar(stack, count_steps(operands, selection)))
     _write(report, options)
     return 0
+
+
+def _names(option: str, text: str) -> list[str]:
+    """Names separated by commas, which may stand in brackets as well."""
+    names = [name.strip() for name in re.split(r",(?![^(]*\))", text)]
+    if not all(names):
+        raise UsageError(f"{option} {text!r} has an empty name; separate names by single commas")
+    return names
 
 
 def _write(report: Report, options: argparse.Namespace) -> None:
@@ -205,6 +235,74 @@ def _convert(options: argparse.Namespace) -> int:
         raise UsageError(f"{error.filename or options.source}: {error.strerror or error}") from error
     Console(file=sys.stdout, highlight=False).print(conversion)
     return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    try:
+        recipes = named(RECIPES_OF_THE_STUDY if options.recipes is None else _names("--recipes", options.recipes))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UsageError(str(error)) from error
+    size = SIZES[options.size]
+    if options.steps is not None:
+        if options.steps < 1:
+            raise UsageError(f"--steps {options.steps}: train for 1 step or more")
+        size = replace(size, steps=options.steps)
+    if not 0 <= options.seed < 1 << 20:
+        raise UsageError(f"--seed {options.seed} is not between 0 and {(1 << 20) - 1}")
+    for target in (options.json, options.plot):
+        _check_writable(target)
+    if options.plot and not has_matplotlib():
+        raise UsageError('--plot needs matplotlib: pip install matplotlib; the plot in the terminal needs nothing')
+    module = _array_module(options.device)
+    for name, reason in ((name, not_built(recipe, module)) for name, recipe in tuple(recipes.items())):
+        if reason and options.recipes is not None:
+            raise UsageError(f"{name} cannot be trained on this device: {reason}")
+        if reason:
+            print(f"hqarray: {name} is left out: {reason}", file=sys.stderr)
+            del recipes[name]
+    try:
+        text = read_text(options.text)
+        with ExitStack() as stack:
+            bar = _Bar(stack, size.steps * len(recipes), "training")
+            result = train_study(text, recipes, size, seed=options.seed, module=module, step=bar)
+    except TextError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename or options.text}: {error.strerror or error}") from error
+    _write_study(result, options)
+    return 0
+
+
+def _write_study(result: Study, options: argparse.Namespace) -> None:
+    if options.plot:
+        try:
+            save_picture(result.curves(), options.plot, f"% over {result.runs[0].recipe}", "step")
+        except ValueError as error:  # an ending that matplotlib does not know
+            raise UsageError(f"{options.plot}: {error}") from error
+    text = json.dumps(result.to_dict(), allow_nan=False) + "\n"
+    if options.json == "-":
+        sys.stdout.write(text)
+        return
+    if options.json:
+        Path(options.json).write_text(text, encoding="utf-8")
+    Console(file=sys.stdout, highlight=False).print(result)
+
+
+def _array_module(device: str) -> Any:
+    """NumPy, or CuPy where there is a GPU for it."""
+    if device == "cpu":
+        return numpy
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        raise UsageError(f'--device gpu needs CuPy: pip install "hqarray[cuda13]" ({error})') from error
+    except Exception as error:  # whatever CUDA raises where there is no driver
+        raise UsageError(f"--device gpu: CuPy finds no GPU ({error})") from error
+    if not count:
+        raise UsageError("--device gpu: CuPy finds no GPU")
+    return cupy
 
 
 def _interrupt_when_terminated(stack: ExitStack) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,7 +19,7 @@ import cupy  # noqa: TID253  this module is imported only once a CuPy array has 
 import numpy as np
 from cupy.cuda import alloc, get_current_stream  # noqa: TID253
 from cupy_backends.cuda.api.driver import launchKernel
-from cupy_backends.cuda.api.runtime import CUDARuntimeError, getDevice, memsetAsync, setDevice
+from cupy_backends.cuda.api.runtime import CUDARuntimeError, getDevice, memsetAsync, setDevice, streamIsCapturing
 
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
@@ -70,10 +71,11 @@ class _Local(threading.local):
 _local = _Local()
 
 # Structs of the kernels: every field takes eight bytes.
-_QUANTIZE = struct.Struct("=21q")
-_AMAX = struct.Struct("=6q")
+_QUANTIZE = struct.Struct("=27q")
+_AMAX = struct.Struct("=7q")
 _DEQUANTIZE = struct.Struct("=9q")
 _NARROW = struct.Struct("=3q")
+_DELAYED = struct.Struct("=6q")
 _TRANSPOSE = struct.Struct("=14q")
 
 
@@ -185,6 +187,89 @@ def _hybrid(
 # --- quantize -----------------------------------------------------------------------------------
 
 
+captured: list[Any] = []
+"""Scratch memory that a captured graph points to; never freed, since the graph may be replayed at any time."""
+
+
+def scratch(nbytes: int, stream: int) -> Any:
+    """Memory for what is launched next on a stream."""
+    memory = alloc(nbytes)
+    if streamIsCapturing(stream):
+        captured.append(memory)
+    return memory
+
+
+Seed: TypeAlias = tuple[int, int, int, int, int]
+"""`seed_at`, `seed`, `turned` and `before` of quantize.cu."""
+
+NO_SEED: Seed = (0, 0, 0, 0, 0)
+
+
+def seed_of(draws: Draws | None) -> Seed:
+    """What the kernels draw from: a pointer to the seed, or the seed; and whether the matrix is X.T."""
+    if draws is None:
+        return NO_SEED
+    seed, turned = draws.seed, int(draws.turned)
+    if isinstance(seed, int):
+        return 0, seed - (1 << 64) if seed >> 63 else seed, turned, *draws.first  # the same 64 bits with a sign
+    return seed.data.ptr, 0, turned, *draws.first
+
+
+@dataclass(frozen=True, slots=True)
+class Amaxes:
+    """The kernel that measures what the parts of a matrix need before their first code.
+
+    measures  of the rowwise and the columnwise part
+    counts    how many numbers each of them is
+    shared    the columnwise part takes what the rowwise one measured
+    """
+
+    kernel: Kernel
+    measures: tuple[traits.Measure | None, traits.Measure | None]
+    counts: tuple[int, int]
+    shared: bool
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of scratch memory for amaxes of lines."""
+        return sum(4 * count for measure, count in zip(self.measures, self.counts, strict=True)
+                   if measure is not None and measure.kind == "LINES")
+
+    def launch(
+        self, stream: int, arguments: struct.Struct, works: tuple[int, int], given: int, flag: int,
+        *place: int, table: tuple[int, ...] = (),
+    ) -> tuple[int, int]:
+        """Measure a matrix; where each part finds its amaxes. Scratch memory is free again in the stream's order.
+
+        works  where a part collects the amax of its matrix
+        given  a caller's amax, which parts that measure none take; 0: none
+        place  pointer, row bytes, m and k of the matrix
+        """
+        nbytes = self.line_bytes
+        at = scratch(nbytes, stream).ptr if nbytes else 0
+        targets = [given, given]
+        for number, (measure, count) in enumerate(zip(self.measures, self.counts, strict=True)):
+            if measure is None:
+                continue
+            if measure.kind == "LINES":
+                targets[number], at = at, at + 4 * count
+            else:
+                targets[number] = works[number]
+            memsetAsync(targets[number], 0, 4 * count, stream)
+        if self.shared:
+            targets[1] = targets[0]
+        self.kernel.launch(stream, arguments, *place, *targets, flag, *table)
+        return targets[0], targets[1]
+
+
+def _counts(measures: Sequence[traits.Measure | None], wholes: int, lines: tuple[int, int]) -> tuple[int, int]:
+    first, second = (
+        0 if measure is None else wholes if measure.kind == "WHOLE" else count
+        for measure, count in zip(measures, lines, strict=True)
+    )
+    return first, second
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One direction of a plan: what its part is made of."""
@@ -224,55 +309,59 @@ class _Plan:
     k: int
     row_bytes: int
     kernel: Kernel
-    amax: Kernel | None
+    amax: Amaxes | None
     rows: _Part | None
     columns: _Part | None
 
     def launch(
         self, pointer: int, rows: QuantizedArray | None, columns: QuantizedArray | None, whole: Array | None = None,
-        noop: Array | None = None,
+        noop: Array | None = None, seed: Seed = NO_SEED,
     ) -> None:
         """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_parts."""
         stream, m, k, row_bytes = stream_of(self.device), self.m, self.k, self.row_bytes
-        flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
-        if self.amax is not None:
-            if whole is not None:
-                whole_pointer = whole.data.ptr
-            else:
-                part = rows if self.rows is not None and self.rows.has_amax else columns
-                buffers = part.buffers  # type: ignore[union-attr]
-                whole_pointer = buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr]
-                memsetAsync(whole_pointer, 0, 4, stream)
-                self.amax.launch(stream, _AMAX, pointer, row_bytes, m, k, whole_pointer, flag)
-                measured = 1
+        flag, given = 0 if noop is None else noop.data.ptr, 0 if whole is None else whole.data.ptr
+        wholes, amax = (given, given), self.amax
+        if amax is not None:
+            works = 0 if rows is None else _work(rows), 0 if columns is None else _work(columns)
+            wholes = amax.launch(stream, _AMAX, works, given, flag, pointer, row_bytes, m, k)
         self.kernel.launch(
-            stream, _QUANTIZE, pointer, row_bytes, m, k, whole_pointer, flag,
+            stream, _QUANTIZE, pointer, row_bytes, m, k, *wholes, flag,
             *(_NO_OUTPUT if rows is None else self.rows.output(rows.buffers)),  # type: ignore[union-attr, arg-type]
             *(_NO_OUTPUT if columns is None else self.columns.output(columns.buffers)),  # type: ignore
-            measured, round_up(m, 16), round_up(k, 16),
+            amax is not None, round_up(m, 16), round_up(k, 16), *seed,
         )
+
+
+def _work(part: QuantizedArray) -> int:
+    """Where a packed part's amax is collected."""
+    buffers = part.buffers
+    return buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr, no-any-return]
 
 
 Key: TypeAlias = tuple[Any, ...]
 _plans: dict[Key, _Plan] = {}
 
 
-def _plan(row: Format | None, column: Format | None, values: Array) -> _Plan:
-    """The plan of a call whose values have rows in one piece."""
+def _plan(row: Format | None, column: Format | None, values: Array, given: bool = False) -> _Plan:
+    """The plan of a call whose values have rows in one piece; given: the caller has the amax of the matrix."""
     device, row_bytes = values.data.device_id, values.strides[0]
     aligned = (values.data.ptr | row_bytes) % 16 == 0
-    key = (row, column, values.shape, row_bytes, values.dtype, aligned, device)
+    key = (row, column, values.shape, row_bytes, values.dtype, aligned, device, given)
     plan = _plans.get(key)
     if plan is None:
         (m, k), dtype = values.shape, values.dtype.name
         kernel = _kernel(traits.quantize_launch(row, column, dtype, aligned), m, k, device)
-        measures = any(format is not None and format.measures_amax for format in (row, column))
-        amax_kernel = _kernel(traits.amax_launch(dtype, aligned), m, k, device) if measures else None
+        *measures, shared = traits.measures_of(row, column, given)
+        amax = None
+        if any(measures):
+            launch = traits.amax_launch(dtype, aligned, row=measures[0], column=measures[1])
+            counts = _counts(measures, 1, (m, k))
+            amax = Amaxes(_kernel(launch, m, k, device), (measures[0], measures[1]), counts, shared)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         rows = None if row is None else _Part.of(row, (m, k))
         columns = None if column is None else _Part.of(column, (k, m))
-        plan = _plans[key] = _Plan(device, m, k, row_bytes, kernel, amax_kernel, rows, columns)
+        plan = _plans[key] = _Plan(device, m, k, row_bytes, kernel, amax, rows, columns)
     return plan
 
 
@@ -331,11 +420,11 @@ def quantize_parts(
         return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole, draws)[1]
     values, turned = _readable(values)
     if turned:
-        row, column = column, row
-    plan = _plan(row, column, values)
+        row, column, draws = column, row, None if draws is None else draws.T
+    plan = _plan(row, column, values, whole is not None)
     rows = None if plan.rows is None else plan.rows.empty()
     columns = None if plan.columns is None else plan.columns.empty()
-    plan.launch(values.data.ptr, rows, columns, whole)
+    plan.launch(values.data.ptr, rows, columns, whole, seed=seed_of(draws))
     return (columns, rows) if turned else (rows, columns)
 
 
@@ -359,7 +448,8 @@ def requantize_parts(
         parts = (columns, rows) if turned else (rows, columns)
         own = [None if part is None else part.packed() for part in parts]
         row, column = (None if part is None else part.format for part in parts)
-        _plan(row, column, values).launch(values.data.ptr, own[0], own[1], whole, noop)
+        seed = seed_of(draws.T if turned and draws is not None else draws)
+        _plan(row, column, values, whole is not None).launch(values.data.ptr, own[0], own[1], whole, noop, seed)
         for part, written in zip(parts, own, strict=True):
             if part is not None and written is not part:
                 _copy_into(part, written)
@@ -384,8 +474,33 @@ def amax(values: Array) -> Array:
         (m, k), stream = values.shape, stream_of(device)
         memsetAsync(whole.data.ptr, 0, 4, stream)
         kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
-        kernel.launch(stream, _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0, 0)
     return whole
+
+
+def record_amax(values: Array, current: Array, noop: Array | None = None) -> None:
+    """See reference.record_amax."""
+    with _on_device_of(values.data):
+        values, _ = _readable(values)
+        pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
+        m, k = values.shape
+        kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
+        flag = 0 if noop is None else noop.data.ptr
+        kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, current.data.ptr, flag)
+
+
+def update_amaxes(history: Array, current: Array, amax: Array, largest: bool, margin: int) -> None:
+    """See reference.update_amaxes; one launch for all matrices."""
+    count, length = history.shape
+    if not count:
+        return
+    with _on_device_of(history.data):
+        device, launch = history.data.device_id, traits.delayed_launch()
+        kernel = _kernel(launch, 1, count, device)
+        factor = int(np.float32(2.0**margin).view(np.int32))
+        kernel.launch(
+            stream_of(device), _DELAYED, history.data.ptr, length, current.data.ptr, amax.data.ptr, largest, factor
+        )
 
 
 # --- decode and move ----------------------------------------------------------------------------

@@ -31,8 +31,7 @@ DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 # --- memory -------------------------------------------------------------------------------------
 
 _workspaces: dict[tuple[int, int, str], Any] = {}
-_captured: list[Any] = []
-"""Scratch memory that a captured graph points to; never freed, since the graph may be replayed at any time."""
+_captured = cuda.captured
 
 
 def workspace(device: int, stream: int, layout: str = "strided") -> int:

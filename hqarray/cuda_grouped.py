@@ -13,24 +13,38 @@ from typing import Any, TypeAlias
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
 from cupy.cuda import alloc, alloc_pinned_memory  # noqa: TID253
-from cupy_backends.cuda.api.runtime import getDevice, memcpyAsync, memsetAsync, streamIsCapturing
+from cupy_backends.cuda.api.runtime import getDevice, memcpyAsync, streamIsCapturing
 
-from .cuda import MOST_PLANS, Kernel, _narrowed, _on_device_of, kernel_of, stream_of
+from .cuda import (
+    MOST_PLANS,
+    NO_SEED,
+    Amaxes,
+    Kernel,
+    Seed,
+    _counts,
+    _narrowed,
+    _on_device_of,
+    captured,
+    kernel_of,
+    scratch,
+    seed_of,
+    stream_of,
+)
 from .formats import Format
 from .grouped_parts import GroupedPart, layout_of, with_sizes
-from .groups import SIZE_KINDS, GroupedLayout, Sizes, Span, code_span, scale_span
+from .groups import SIZE_KINDS, GroupedLayout, Sizes, Span, code_span, global_span, scale_span
 from .layout import Array
 from .philox import Draws
 from .rawkernels import geometry, traits
 
 # Structs of the kernels: every field takes eight bytes.
-_MEMBERS = struct.Struct("=14q")
-_QUANTIZE = struct.Struct("=32q")
-_AMAX = struct.Struct("=7q")
+_MEMBERS = struct.Struct("=18q")
+_QUANTIZE = struct.Struct("=38q")
+_AMAX = struct.Struct("=8q")
 _DEQUANTIZE = struct.Struct("=17q")
 
-MEMBER_BYTES = 80
-"""A line of the table of members: `Member<3>` of member.cuh."""
+MEMBER_BYTES = 96
+"""A line of the table of members: `TableMember` of group.cuh."""
 
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
@@ -39,9 +53,6 @@ HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 MOST_ROWS = (1 << 31) - (1 << 20)
 """Kernels count the rows of a group in 32 bits."""
-
-_captured: list[Any] = []
-"""Sizes and tables that a captured graph reads; never freed, since the graph may be replayed at any time."""
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -69,7 +80,7 @@ def groups_of(sizes: Sizes) -> Groups:
             stream = stream_of(device)
             kept = _uploaded(sizes.host, device, stream)
             if streamIsCapturing(stream):
-                _captured.append(kept)
+                captured.append(kept)
             array, kind = kept[0], "int64"
         pointer = array.data.ptr
     return (pointer, SIZE_KINDS.index(kind), sizes.num_groups, sizes.each or 0, sizes.capacity, sizes.alignment)
@@ -148,7 +159,7 @@ Parts: TypeAlias = tuple[GroupedPart | None, GroupedPart | None]
 class _Members:
     """The kernel that writes the table of members, which those after it read: a line a row tile.
 
-    spans  divide and multiple of row scales, column codes and column scales
+    spans  divide and multiple of each span of `TableMember`
     """
 
     kernel: Kernel
@@ -165,15 +176,16 @@ class _Members:
             None if row is None else scale_span(row.storage, "outer", 8),
             None if column is None else code_span(column.storage, "k", 8, 1),
             None if column is None else scale_span(column.storage, "k", 8),
+            None if row is None else global_span(row.storage, "outer", 8),
+            None if column is None else global_span(column.storage, "k", 8),
         )
-        numbers = (n for span in spans for n in ((1, 1) if span is None else (span.divide, span.multiple)))
+        numbers = (n for span in spans
+                   for n in ((1, 1) if span is None else (min(span.divide, traits.MOST_INT), span.multiple)))
         return _Members(kernel, tiles, tuple(numbers))
 
     def find(self, stream: int, rows: Sizes) -> Any:
         """The table, once the stream is there; sizes are read on the device."""
-        table = alloc(self.tiles * MEMBER_BYTES)
-        if streamIsCapturing(stream):
-            _captured.append(table)
+        table = scratch(self.tiles * MEMBER_BYTES, stream)
         self.kernel.launch(stream, _MEMBERS, *groups_of(rows), table.ptr, self.tiles, *self.spans)
         return table
 
@@ -187,7 +199,7 @@ class _Plan:
     k: int
     members: _Members
     kernel: Kernel
-    amax: Kernel | None
+    amax: Amaxes | None
     rows: _Part | None
     columns: _Part | None
     segments: tuple[int, ...]
@@ -199,45 +211,48 @@ class _Plan:
 
     def launch(
         self, pointer: int, row_bytes: int, rows: Sizes, parts: Parts, whole: Array | None = None,
-        noop: Array | None = None, *, zeros_rest: bool,
+        noop: Array | None = None, seed: Seed = NO_SEED, *, zeros_rest: bool,
     ) -> None:
         """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_groups."""
         stream, capacity, k = stream_of(self.device), self.capacity, self.k
         table = self.members.find(stream, rows)  # memory of this stream, which is not reused before these kernels end
-        flag, whole_pointer, measured = 0 if noop is None else noop.data.ptr, 0, 0
-        rowwise, columnwise = parts
-        if self.amax is not None:
-            if whole is not None:
-                whole_pointer = whole.data.ptr
-            else:
-                part = rowwise if rowwise is not None and rowwise.has_amax else columnwise
-                whole_pointer = part.memory.ptr + part.layout.work_offset  # type: ignore[union-attr]
-                memsetAsync(whole_pointer, 0, 4 * rows.num_groups, stream)
-                self.amax.launch(stream, _AMAX, pointer, row_bytes, capacity, k, whole_pointer, flag, table.ptr)
-                measured = 1
+        flag, given = 0 if noop is None else noop.data.ptr, 0 if whole is None else whole.data.ptr
+        (rowwise, columnwise), wholes, amax = parts, (given, given), self.amax
+        if amax is not None:
+            works = 0 if rowwise is None else _work(rowwise), 0 if columnwise is None else _work(columnwise)
+            place = (pointer, row_bytes, capacity, k)
+            wholes = amax.launch(stream, _AMAX, works, given, flag, *place, table=(table.ptr,))
         self.kernel.launch(
-            stream, _QUANTIZE, pointer, row_bytes, capacity, k, whole_pointer, flag,
+            stream, _QUANTIZE, pointer, row_bytes, capacity, k, *wholes, flag,
             *(_NO_OUTPUT if rowwise is None else self.rows.output(rowwise)),  # type: ignore[union-attr]
             *(_NO_OUTPUT if columnwise is None else self.columns.output(columnwise)),  # type: ignore[union-attr]
-            measured, capacity, k, table.ptr, rows.num_groups, *self.segments, zeros_rest,
+            amax is not None, capacity, k, *seed, table.ptr, rows.num_groups, *self.segments, zeros_rest,
         )
+
+
+def _work(part: GroupedPart) -> int:
+    """Where a part's amaxes are collected."""
+    return part.memory.ptr + part.layout.work_offset  # type: ignore[no-any-return]
 
 
 _plans: dict[Any, _Plan] = {}
 
 
-def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None) -> _Plan:
+def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None, given: bool = False) -> _Plan:
     device, row_bytes, k = values.data.device_id, values.strides[0], values.shape[1]
     aligned = (values.data.ptr | row_bytes) % 16 == 0
-    key = (row, column, k, values.dtype, aligned, rows.num_groups, rows.each, rows.capacity, rows.alignment, device)
+    key = (row, column, k, values.dtype, aligned, rows.num_groups, rows.each, rows.capacity, rows.alignment, device,
+           given)
     plan = _plans.get(key)
     if plan is None:
         place = (rows.capacity, rows.num_groups, k, device)
         launch = traits.quantize_launch(row, column, values.dtype.name, aligned, grouped=True)
         kernel, members = _kernel(launch, *place), _Members.of(rows, row, column, launch.tile, device)
-        amax = None
-        if any(format is not None and format.measures_amax for format in (row, column)):
-            amax = _kernel(traits.amax_launch(values.dtype.name, aligned, grouped=True), *place)
+        amax, (*measures, shared) = None, traits.measures_of(row, column, given)
+        if any(measures):
+            measuring = traits.amax_launch(values.dtype.name, aligned, True, measures[0], measures[1])
+            counts = _counts(measures, rows.num_groups, (rows.capacity, rows.num_groups * k))
+            amax = Amaxes(_kernel(measuring, *place), (measures[0], measures[1]), counts, shared)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         own, other = (None if format is None else _Part.of(format, rows, k, columnwise=columnwise)
@@ -267,11 +282,26 @@ def quantize_groups(
     """See reference_grouped.quantize_groups: one launch, and one before it where an amax is measured."""
     with _on_device_of(values.data):
         values = _readable(values)
-        plan = _plan(values, rows, row, column)
+        plan = _plan(values, rows, row, column, whole is not None)
         parts = plan.empty(rows) if out is None else with_sizes(out, rows)
         if rows.num_groups:
-            plan.launch(values.data.ptr, values.strides[0], rows, parts, whole, noop, zeros_rest=out is None)
+            plan.launch(values.data.ptr, values.strides[0], rows, parts, whole, noop, seed_of(draws),
+                        zeros_rest=out is None)
     return parts
+
+
+def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None = None) -> None:
+    """See reference_grouped.record_amaxes; two launches, whatever the sizes: which rows are whose, and the amaxes."""
+    if not rows.num_groups:
+        return
+    with _on_device_of(values.data):
+        values = _readable(values)
+        pointer, row_bytes, k, device = values.data.ptr, values.strides[0], values.shape[1], values.data.device_id
+        launch = traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0, grouped=True)
+        kernel = _kernel(launch, rows.capacity, rows.num_groups, k, device)
+        stream, flag = stream_of(device), 0 if noop is None else noop.data.ptr
+        table = _Members.of(rows, None, None, launch.tile, device).find(stream, rows)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, flag, table.ptr)
 
 
 # --- decode -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from .formats import Format
 from .groups import Sizes
-from .inputs import as_ours, backend_of_type, expect_one_amax, place
+from .inputs import as_ours, backend_of_type, expect_one_amax, place, taken
 from .layout import Array
 
 
@@ -86,7 +86,7 @@ def as_amaxes(amax: Any, formats: Sequence[Format | None], values: Array, num_gr
         names = ", ".join(format.name for format in formats if format is not None)
         raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure blocks or rows")
     expect_one_amax(formats)
-    amax = as_ours(amax, "amax")
+    amax = as_ours(taken(amax, formats), "amax")
     shape, dtype = getattr(amax, "shape", "?"), getattr(amax, "dtype", type(amax).__name__)
     if backend_of_type(amax.__class__) is None or dtype != np.float32 or shape != (num_groups,):
         raise ValueError(f"amax is one float32 for each group, ({num_groups},), not {dtype} of shape {shape}")

@@ -16,7 +16,7 @@ from .grouped import GroupedArray, Part, unchecked
 from .grouped_inputs import as_amaxes, as_stacked, host_sizes, is_on_gpu
 from .grouped_parts import GroupedPart, gather, layout_of, memory_of, on_device, scatter
 from .groups import Sizes
-from .inputs import as_array, as_draws, as_flag, as_ours, place
+from .inputs import as_array, as_draws, as_flag, as_ours, place, recorded
 from .layout import PITCH, Array, namespace
 from .philox import Draws
 
@@ -67,7 +67,8 @@ def grouped_quantize(
     offsets    where each matrix ends, taken in place of sizes (torch's offs; on a GPU int32)
     rowwise, columnwise  formats, as in quantize; with out= its own, or None
     alignment  matrices begin on a multiple of this many rows
-    amax       float32 (num_groups,) used instead of measured amaxes by formats with one per matrix
+    amax       float32 (num_groups,) used instead of measured amaxes by formats with one per matrix, or so many slots
+               of a DelayedScaling, which record those measured
     out        a GroupedArray of these formats, shape and T whose buffers are written; rows of no matrix are not
     noop       one element, where the values are; with out=, nothing is written where it is not 0
     seed       as in quantize; each matrix draws by its own rows and columns, as if alone, so equal ones draw alike
@@ -95,6 +96,9 @@ def grouped_quantize(
     draws = as_draws(seed, formats, values)
     if out is not None:
         _check_out(out, matrix, rows, formats)
+    record = recorded(amax)
+    if record is not None:
+        backend_on(place(matrix) < 0).record_amaxes(matrix, rows, record, flag)
     group = _quantize(matrix, rows, formats, whole, out, flag, draws)
     if warm is not None:
         warm.keep_quantize(*given, matrix, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from math import isnan, prod
 from types import ModuleType
@@ -136,8 +137,48 @@ def as_hybrid(array: Any, what: str) -> HybridArray:
     raise TypeError(f"{what} takes a HybridArray, not {type(array).__name__}; {remedy}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """Amaxes to quantize with, and where those of what is quantized are recorded: a DelayedScaling, or some of it.
+
+    amax     float32 (n,), used in place of measured ones
+    current  float32 (n,), raised to the largest magnitude of what is quantized
+    """
+
+    amax: Array
+    current: Array
+
+    def __len__(self) -> int:
+        return len(self.amax)
+
+    def __getitem__(self, index: int | slice) -> Slots:
+        """The slot of one matrix, or those of several: of the members of a group, or of a layer's operands."""
+        if not isinstance(index, slice):
+            index = range(len(self))[index]  # IndexError where there is none
+            index = slice(index, index + 1)
+        return Slots(self.amax[index], self.current[index])
+
+
+def recorded(amax: Any) -> Array | None:
+    """Where the amax of what is quantized is recorded; None where it is not."""
+    return amax.current if isinstance(amax, Slots) else None
+
+
+def taken(amax: Any, formats: Iterable[Format | None]) -> Any:
+    """What slots hold; any other amax as it is. Raises ValueError where slots would record what no part needs."""
+    if not isinstance(amax, Slots):
+        return amax
+    if any(format is not None and format.measures_amax and format.storage.rht for format in formats):
+        raise ValueError(
+            "a slot of a DelayedScaling records the amax of the values, and a rotated part (rht) is scaled by that of "
+            "rotated ones; leave amax= out there"
+        )
+    return amax.amax
+
+
 def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
     """A caller's amax as float32 (1,) where the values are. Raises where no format has one amax per matrix."""
+    amax = taken(amax, formats)
     if not any(format.measures_amax for format in formats):
         names = ", ".join(format.name for format in formats)
         raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure blocks or rows")
@@ -169,6 +210,9 @@ def expect_one_amax(formats: Iterable[Format | None]) -> None:
 def as_draws(seed: Any, formats: Iterable[Format | None], values: Array) -> Draws | None:
     """What stochastic formats draw from; None where there is none, and then the seed is checked and ignored."""
     stochastic = [format for format in formats if format is not None and format.is_stochastic]
+    first = (0, 0)
+    if isinstance(seed, Draws):  # of a shard
+        first, seed = seed.first, seed.seed
     if seed is None:
         if stochastic:
             raise ValueError(
@@ -188,7 +232,7 @@ def as_draws(seed: Any, formats: Iterable[Format | None], values: Array) -> Draw
         if seed.size != 1:
             raise ValueError(f"seed is one element, not {seed.shape}")
         _expect_place("seed", seed, values)
-    return Draws(seed) if stochastic else None
+    return Draws(seed, first=first) if stochastic else None
 
 
 def as_flag(noop: Any, values: Array) -> Any:

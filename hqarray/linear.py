@@ -10,21 +10,23 @@ import numpy as np
 from . import ops
 from .arrays import HybridArray
 from .formats import Format
-from .inputs import as_ours
+from .inputs import Slots, as_ours
 from .layout import Array
-from .recipes import Pair, Recipe, as_recipe
+from .recipes import ROLES, Recipe, Role, as_recipe
 
-_WEIGHTS = 0x9E3779B97F4A7C15
-"""Added to the seed for w, mod 2^64: operands of a product must not round alike. 2^64 over the golden ratio."""
+STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of x, w and dy: operands of a product must not round alike. 2^64 over the golden ratio."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What the backward pass reads: the columnwise parts of x and w, and the recipe."""
+    """What the backward pass reads: the columnwise parts of x and w, the recipe, and what was given for all three."""
 
     x: HybridArray
     w: HybridArray
     recipe: Recipe
+    seed: Any = None
+    amax: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -33,24 +35,30 @@ class Saved:
 
 
 def linear_forward(
-    x: Any, w: Any, recipe: Recipe | Format | str, *, out_dtype: Any = None, seed: Any = None
+    x: Any, w: Any, recipe: Recipe | Format | str, *, out_dtype: Any = None, seed: Any = None, amax: Any = None
 ) -> tuple[Array, Saved]:
     """The output of a linear layer, and what its backward pass needs.
 
     x        (..., k) float array, or a HybridArray with both parts in the recipe's formats
     w        (n, k), likewise: a weight that is multiplied more than once is quantized once
     recipe   a Recipe, or the name of a recipe or format
-    seed     of formats that round at random, as in quantize; w draws other numbers than x
+    seed     of recipes that round at random, as in quantize, another one for each layer and step; x, w and dy draw
+             different numbers from it
+    amax     of x, w and dy, for formats with one amax per matrix: three slots of a DelayedScaling, which a recipe with
+             delayed scaling needs, or float32 (3,); None measures them
     returns  y = x @ w.T (..., n), of the dtype that matmul gives, and Saved, which holds no rowwise part
 
-    Raises ValueError for shapes that do not match, or an array quantized in other formats.
+    Raises ValueError for shapes that do not match, an array quantized in other formats, or a seed or an amax that the
+    recipe needs and is not there.
     """
     recipe = as_recipe(recipe)
-    hx, hw = _quantized(x, recipe.input, "x", seed), _quantized(w, recipe.weight, "w", _of_weights(seed))
+    check_amaxes(recipe, amax)
+    hx = quantize_operand(x, recipe, "input", seed=seed, amax=amax)
+    hw = quantize_operand(w, recipe, "weight", seed=seed, amax=amax)
     if len(hw.shape) != 2 or not hx.shape or hx.shape[-1] != hw.shape[1]:
         raise ValueError(f"a linear layer needs x (..., k) and w (n, k), these are {hx.shape} and {hw.shape}")
     y = ops.matmul(hx, hw.T, out_dtype=out_dtype)
-    return y, Saved(hx.drop(rowwise=True), hw.drop(rowwise=True), recipe)
+    return y, Saved(hx.drop(rowwise=True), hw.drop(rowwise=True), recipe, seed, amax)
 
 
 def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any = None) -> tuple[Array, Array]:
@@ -59,10 +67,11 @@ def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any
     dy       (..., n), the gradient of y, or a HybridArray with both parts in the recipe's formats
     saved    what linear_forward returned
     dw       (n, k) array that the gradient of w is added to; None makes a new one
-    seed     as in linear_forward, and another one than there
+    seed     as in linear_forward; None takes the one that was given there
     returns  dx = dy @ w (..., k) and dw = dy.T @ x (n, k), sums over all leading axes
     """
-    hdy = _quantized(dy, saved.recipe.grad_output, "dy", seed)
+    seed = saved.seed if seed is None else seed
+    hdy = quantize_operand(dy, saved.recipe, "grad_output", seed=seed, amax=saved.amax)
     expected = (*saved.x.shape[:-1], saved.w.shape[0])
     if hdy.shape != expected:
         raise ValueError(f"dy must have the shape of y, {expected}, it has {hdy.shape}")
@@ -71,21 +80,71 @@ def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any
     return dx, ops.matmul(flat_dy.T, flat_x, out=dw, accumulate=dw is not None)
 
 
-def _of_weights(seed: Any) -> Any:
-    if seed is None or isinstance(seed, (int, np.integer)):
-        return seed if seed is None else (int(seed) + _WEIGHTS) % (1 << 64)
+# --- operands -----------------------------------------------------------------------------------
+
+_SYMBOLS: dict[Role, str] = {"input": "x", "weight": "w", "grad_output": "dy"}
+
+
+def check_amaxes(recipe: Recipe, amax: Any, num_groups: int = 1) -> None:
+    """Raises ValueError where a recipe lacks its amaxes, or they are not those of x, w and dy of each group."""
+    count = 3 * num_groups
+    if amax is None:
+        if recipe.delayed is not None:
+            raise ValueError(
+                f"the recipe {recipe.name} takes amaxes of earlier steps; pass amax=, {count} slots of "
+                f"state = hq.DelayedScaling({count} * layers, recipe.delayed, like=x), state[0:{count}] for the first "
+                f"layer, and call state.update() after each step"
+            )
+        return
+    shape = (len(amax),) if isinstance(amax, Slots) else getattr(amax, "shape", type(amax).__name__)
+    if shape != (count,):
+        raise ValueError(f"amax is {count} slots of a DelayedScaling or float32 ({count},): x, w and dy, not {shape}")
+
+
+def quantize_operand(
+    values: Any, recipe: Recipe, role: Role, *, seed: Any = None, amax: Any = None
+) -> HybridArray:
+    """An operand of a linear layer as the recipe has it; one that is quantized already is checked.
+
+    seed, amax  of the layer, as linear_forward takes them
+    """
+    row, column = recipe[role]
+    if isinstance(values, HybridArray):
+        _check_quantized(values, recipe, role)
+        return values
+    return ops.quantize(
+        values, rowwise=row, columnwise=column, columnwise_source=recipe.source(role),
+        amax=amax_of(role, amax) if recipe.measures_amax(role) else None, seed=seed_of(role, seed),
+    )
+
+
+def amax_of(role: Role, amax: Any) -> Any:
+    """The amaxes of one operand: a third of a layer's."""
+    if amax is None:
+        return None
+    index, count = ROLES.index(role), len(amax) // len(ROLES)
+    return amax[index * count : (index + 1) * count]
+
+
+def seed_of(role: Role, seed: Any) -> Any:
+    """The seed of an operand: that of the layer and a multiple of STEP, mod 2^64."""
+    step = ROLES.index(role) * STEP % (1 << 64)
+    if seed is None or not step:
+        return seed
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        return (int(seed) + step) % (1 << 64) if 0 <= seed < 1 << 64 else seed
     array = as_ours(seed, "seed")
-    return array.astype(np.uint64, copy=False) + np.uint64(_WEIGHTS) if hasattr(array, "astype") else seed
+    return array.astype(np.uint64, copy=False) + np.uint64(step) if hasattr(array, "astype") else seed
 
 
-def _quantized(values: Any, pair: Pair, what: str, seed: Any) -> HybridArray:
-    if not isinstance(values, HybridArray):
-        return ops.quantize(values, rowwise=pair[0], columnwise=pair[1], seed=seed)
+def _check_quantized(values: HybridArray, recipe: Recipe, role: Role) -> None:
+    pair = recipe[role]
     wanted = dict(zip(("rowwise", "columnwise"), (format.resolve(values.dtype) for format in pair), strict=True))
     there = {direction: part.format for direction, part in values.parts()}
     if there != wanted:
-        raise ValueError(f"{what} is {values!r}; the recipe wants rowwise={pair[0].name}, columnwise={pair[1].name}")
-    return values
+        raise ValueError(
+            f"{_SYMBOLS[role]} is {values!r}; the recipe wants rowwise={pair[0].name}, columnwise={pair[1].name}"
+        )
 
 
 __all__ = ["Saved", "linear_backward", "linear_forward"]

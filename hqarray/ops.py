@@ -11,7 +11,7 @@ import numpy as np
 from . import gemm, reference
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
-from .formats import Format, as_format
+from .formats import Format, Storage, as_format
 from .grouped import GroupedArray
 from .inputs import (
     FLOATS,
@@ -25,6 +25,7 @@ from .inputs import (
     backend_of,
     backend_of_type,
     expect_same_place,
+    recorded,
 )
 from .layout import Array
 
@@ -48,7 +49,7 @@ def quantize(
     columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
     columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
     amax        one float32 used instead of the measured amax by formats with one per matrix (FP8, NVFP4; of a rotated
-                part that of the rotated values)
+                part that of the rotated values), or a slot of a DelayedScaling, which records the measured one as well
     seed        needed by formats that round at random, ignored by others: an integer from 0 to 2**64 - 1, or an array
                 of one uint64 or int64 where the values are, which a captured CUDA graph reads when it is replayed.
                 A seed gives the same bits every time, on NumPy and on a GPU; use another one for each call.
@@ -80,6 +81,9 @@ def quantize(
         if row is None:
             raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
         derived = "columnwise"
+    record = recorded(amax)
+    if record is not None:
+        backend.record_amax(matrix, record)
     rows, columns = backend.quantize_parts(matrix, row, column, derived, whole, draws)
     array = HybridArray(rows, columns, values.shape, dtype, derived)
     if gpu is not None:
@@ -122,14 +126,26 @@ def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any =
     matrix, formats = as_matrix(values, "values"), [part.format for _, part in array.parts()]
     whole = None if amax is None else as_amax(amax, formats, values)
     draws = as_draws(seed, formats, values)
+    record = recorded(amax)
+    if record is not None:
+        backend_of(matrix).record_amax(matrix, record, flag)
     backend_of(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, flag, draws)
 
 
-def amax(values: Any) -> Array:
-    """Largest magnitude of an array, float32 (1,), NaN ignored: the other half of quantize(amax=...)."""
+def amax(values: Any, format: Format | str | None = None) -> Array:
+    """Largest magnitude of an array, float32 (1,), NaN ignored: the other half of quantize(amax=...).
+
+    format  of the part that it is for, blocked along the last axis (of a columnwise part: amax(x.T, format)). It
+            matters where values are rotated first (rht), whose amax is another one; that quantizes them.
+    """
     values = as_array(values, "values")
     matrix = as_matrix(values, "values")
-    return backend_of(matrix).amax(matrix)
+    if format is None or not as_format(format).resolve(_nominal(values.dtype)).storage.rht:
+        return backend_of(matrix).amax(matrix)
+    measured = quantize(matrix, rowwise=format, seed=0).part("rowwise", "amax").amax
+    if measured is None:
+        raise ValueError(f"{as_format(format).name} has no amax of the whole matrix")
+    return measured
 
 
 def fake_quantize(values: Any, format: Format | str, *, amax: Any = None, seed: Any = None) -> Array:
@@ -405,6 +421,11 @@ def _check_shapes(a: Any, b: Any) -> None:
 def _check_rotation(left: gemm.Operand, right: gemm.Operand) -> None:
     if left.storage.rht != right.storage.rht:
         raise ValueError("one operand is Hadamard-rotated (rht) and the other is not; quantize both alike")
+
+
+def engine_of_likes(storage: Storage, ordinal: int) -> gemm.Engine:
+    """What a product of two parts that are stored so would be multiplied by, on a CUDA device (-1: NumPy)."""
+    return gemm.choose_engine(storage, storage, None if ordinal < 0 else _gpu_gemm().chip_of(ordinal))
 
 
 def _engine(

@@ -49,31 +49,36 @@ class Draws:
     seed    an integer below 2^64, or an array of one uint64 or int64 in the memory of the values, read when codes are
             made: a captured CUDA graph draws anew when the caller changes it
     turned  the matrix is X.T: what is called its rowwise part is the columnwise one, and draws as that
+    first   (row, column) of X's first element in a matrix that it is a shard of, which draws as there
     """
 
     seed: Any
     turned: bool = False
+    first: tuple[int, int] = (0, 0)
 
     @property
     def T(self) -> Draws:
         """Of the transposed matrix."""
-        return Draws(self.seed, not self.turned)
+        return Draws(self.seed, not self.turned, self.first)
 
     def of(self, direction: Literal["rowwise", "columnwise"]) -> PartDraws:
         """Of one part, for NumPy: an array's seed is read here."""
         seed = self.seed if isinstance(self.seed, int) else int(self.seed.reshape(()))
-        return PartDraws(seed % (1 << 64), int((direction == "columnwise") != self.turned))
+        part = int((direction == "columnwise") != self.turned)
+        return PartDraws(seed % (1 << 64), part, self.first[::-1] if part else self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class PartDraws:
-    """The draws of one part: a seed, and 0 for the rowwise or 1 for the columnwise one."""
+    """The draws of one part: a seed, 0 for the rowwise or 1 for the columnwise one, and where it begins."""
 
     seed: int
     part: int
+    first: tuple[int, int] = (0, 0)
 
     def bits(self, top: int, left: int, rows: int, columns: int) -> npt.NDArray[np.uint16]:
         """Draws of a tile of the part from (top, left), uint16 (rows, columns); left and columns are whole pieces."""
+        top, left = top + self.first[0], left + self.first[1]
         assert left % PIECE == 0 and columns % PIECE == 0
         row = np.arange(top, top + rows, dtype=np.uint64)[:, None]
         piece = np.arange(left // PIECE, (left + columns) // PIECE, dtype=np.uint64)[None, :]

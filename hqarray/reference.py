@@ -18,7 +18,7 @@ from .codec import Codes, Floats, Values, decode, encode, encode_stochastic, enc
 from .formats import ROW, SCALES, Block, Format, Storage, scale_values
 from .layout import pack_nibbles, round_up, unpack_nibbles
 from .philox import Draws, PartDraws
-from .scaling import INF_BITS, SCALE_RULES, four_over_six, global_scales
+from .scaling import FLT_MAX, INF_BITS, SCALE_RULES, four_over_six, global_scales
 
 Bits: TypeAlias = npt.NDArray[np.int32]
 
@@ -61,6 +61,26 @@ def _magnitudes(values: Values, tile: tuple[slice, slice], storage: Storage | No
     if bits.max() > INF_BITS:
         bits[bits > INF_BITS] = 0
     return bits
+def record_amax(values: Values, current: Floats, noop: Any = None) -> None:
+    """Raise current, (1,), to the amax of values; not where noop is not zero."""
+    if noop is None or not np.asarray(noop).reshape(()):
+        current[...] = np.maximum(current, amax(values))
+
+
+def update_amaxes(history: Floats, current: Floats, amax: Floats, largest: bool, margin: int) -> None:
+    """One step of delayed scaling for n matrices at a time.
+
+    history  (n, length), oldest first: where current is positive and finite it is appended, and the oldest dropped
+    current  (n,), becomes 0
+    amax     (n,), becomes the largest of the history or its last, times 2**margin and at most FLT_MAX; it stays as it
+             is where nothing was appended
+    """
+    moved = (current > 0) & (current < np.inf)
+    history[moved] = np.concatenate([history[moved, 1:], current[moved, None]], axis=1)
+    with np.errstate(all="ignore"):
+        taken = (history.max(1) if largest else history[:, -1]) * np.float32(2.0**margin)
+    amax[moved] = np.minimum(taken, FLT_MAX)[moved]
+    current[...] = 0
 
 
 # --- tiles --------------------------------------------------------------------------------------

@@ -43,6 +43,14 @@ def quantize_groups(
     return parts
 
 
+def record_amaxes(values: Values, rows: Sizes, current: Floats, noop: Any = None) -> None:
+    """Raise current, (num_groups,), to the amax of each member; not where noop is not zero."""
+    rows = known(rows)
+    starts = np.minimum(rows.starts[:-1], rows.capacity).tolist()
+    for i, (start, size) in enumerate(zip(starts, rows.values.tolist(), strict=True)):
+        reference.record_amax(values[start : start + size], current[i : i + 1], noop)
+
+
 def dequantize_groups(part: GroupedPart, dtype: np.dtype[Any], *, transposed: bool = False) -> Values:
     """The stacked values of a part: ragged "outer" (capacity, k), ragged "k" (outer, capacity); values of no member 0.
 

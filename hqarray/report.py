@@ -5,29 +5,36 @@ study() computes, Report holds the numbers and shows them as tables, JSON or one
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from importlib.util import find_spec
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from . import ops
+from . import ops, plots
 from .arrays import DIRECTIONS, HybridArray
-from .explore import Comparison, FormatError, Tally, TextTable, decibels, measure, percent, tiles
+from .explore import Comparison, FormatError, Tally, measure, tiles
 from .formats import FORMATS, Format, as_format
 from .gemm import Engine
+from .linear import quantize_operand
 from .operands import Matrix, Operands, Triple
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
+from .tables import TextTable, decibels, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 Values: TypeAlias = npt.NDArray[Any]
 Step: TypeAlias = Callable[[], None]
+
+SEED = 0
+"""Of what is rounded at random."""
 
 SYMBOLS: dict[Role, str] = {"input": "x", "weight": "w", "grad_output": "dy"}
 
@@ -44,18 +51,26 @@ class Selection:
 
 
 def select(names: Sequence[str] = ()) -> Selection:
-    """Names of recipes and formats; none selects every named recipe, and every other quantized format.
+    """Names of recipes and formats; none selects every named recipe but those with delayed scaling, and every other
+    quantized format.
 
     A name means the recipe in RECIPES where there is one, and a format everywhere otherwise. For a matrix without
-    a layer it means the format, or each format of the recipe. Raises ValueError for an unknown name.
+    a layer it means the format, or each format of the recipe. Raises ValueError for an unknown name, or for delayed
+    scaling: here are no earlier steps.
     """
     if names:
         recipes = [as_recipe(name) for name in names]
+        for name, recipe in zip(names, recipes, strict=True):
+            if recipe.delayed is not None:
+                raise ValueError(
+                    f"{name} takes amaxes of earlier steps, and a report has one; report the same recipe with measured "
+                    f"amaxes ({replace(recipe, delayed=None).name}), or train with {name}: python -m hqarray train"
+                )
         formats = [f for name, recipe in zip(names, recipes, strict=True) for f in _formats(name.strip(), recipe)]
     else:
         formats = list(FORMATS.values())
         uniform = (as_recipe(row) for name, row in FORMATS.items() if name not in RECIPES and row.scaling is not None)
-        recipes = [*RECIPES.values(), *uniform]
+        recipes = [*(recipe for recipe in RECIPES.values() if recipe.delayed is None), *uniform]
     return Selection(tuple(dict.fromkeys(recipes)), tuple(dict.fromkeys(formats)))
 
 
@@ -116,6 +131,11 @@ class LayerResult:
                 "\nKiB", "\nengine")
         return TextTable(head, rows, f"{self.name}: {shapes}, {self.dtype}", (named,))
 
+    def svg(self) -> str:
+        """The errors of the products as a picture; needs matplotlib."""
+        errors = {result.recipe.name: result.error for result in self.results}
+        return plots.svg(lambda ax: plots.plot_products(errors, ax=ax), (9, 1.2 + 0.26 * len(errors)))
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixResult:
@@ -128,6 +148,10 @@ class MatrixResult:
     def table(self) -> TextTable:
         table = self.comparison.table()
         return TextTable(table.head, table.rows, f"{self.name}: {table.title}")
+
+    def svg(self) -> str:
+        """The formats as plot_tradeoff draws them; needs matplotlib."""
+        return plots.svg(lambda ax: plots.plot_tradeoff(self.comparison, ax=ax), (9, 4.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +210,21 @@ class Report:
             yield Text(line)
 
     def html(self) -> str:
-        """A page that needs nothing but itself, for light and dark screens; every text is escaped."""
-        tables = "\n".join(table.html() for table in self.tables())
-        legend = "\n".join(f"<li>{escape(line)}</li>" for line in self.legend())
-        return _PAGE.substitute(tables=tables, legend=legend)
+        """A page that needs nothing but itself, for light and dark screens; every text is escaped.
+
+        Where matplotlib is installed there is a picture for each table; else a line says how to get them.
+        """
+        return _PAGE.substitute(body=self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        """What html() shows, as a part of a page."""
+        studied: tuple[LayerResult | MatrixResult, ...] = (*self.layers, *self.matrices)
+        drawn = find_spec("matplotlib") is not None
+        pictures = [_picture(result.name, result.svg()) if drawn else "" for result in studied]
+        tables = "\n".join(r.table().html() + picture for r, picture in zip(studied, pictures, strict=True))
+        lines = [*self.legend(), *([] if drawn else ['pictures: pip install "hqarray[explore]", and make it again.'])]
+        legend = "\n".join(f"<li>{escape(line)}</li>" for line in lines)
+        return f"{tables}\n<ul>\n{legend}\n</ul>"
 
 
 _NAN_LEGEND = "nan: it holds NaN where the unquantized numbers are finite, or none of those is finite."
@@ -217,14 +252,18 @@ caption { text-align: left; font-weight: 600; padding: .4rem 0; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: pre-line; }
 tbody th, thead th:first-child { text-align: left; font-weight: 500; white-space: nowrap; }
 thead th { background: var(--head); vertical-align: bottom; }
+img { display: block; max-width: 100%; background: #ffffff; margin: 0 0 2.5rem; border-radius: 4px; }
 </style></head><body>
 <h1>hqarray report</h1>
-$tables
-<ul>
-$legend
-</ul>
+$body
 </body></html>
 """)
+
+
+def _picture(name: str, svg: str) -> str:
+    # an image, not inline: the ids of two SVGs in one page would be one another's
+    data = base64.b64encode(svg.encode()).decode("ascii")
+    return f'\n<img src="data:image/svg+xml;base64,{data}" alt="{escape(name)}: the table as a plot">'
 
 
 def _pair(values: tuple[float, float]) -> str:
@@ -299,10 +338,7 @@ def _study_triple(triple: Triple, recipes: Sequence[Recipe], step: Step) -> Laye
 def _study_recipe(recipe: Recipe, values: dict[Role, Values], exact: dict[Product, Values]) -> RecipeResult:
     with np.errstate(all="ignore"):
         arrays: dict[Role, HybridArray] = {
-            role: ops.quantize(
-                values[role].astype(np.float32), rowwise=recipe[role][0], columnwise=recipe[role][1], seed=seed
-            )
-            for seed, role in enumerate(ROLES)
+            role: quantize_operand(values[role].astype(np.float32), recipe, role, seed=SEED) for role in ROLES
         }
         x, w, dy = (arrays[role] for role in ROLES)
         products: dict[Product, tuple[HybridArray, HybridArray]] = {

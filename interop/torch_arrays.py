@@ -115,8 +115,7 @@ def on_torch(device: Any) -> AbstractContextManager[None]:
     if device.type != "cuda":
         return nullcontext()
     index = torch.cuda.current_device() if device.index is None else device.index
-    context: AbstractContextManager[None] = _cuda().on_torch(index)
-    return context
+    return _cuda().OnTorch(index)  # type: ignore[no-any-return]
 
 
 # --- parts in one tensor ------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def filled(hollow: Any, tensor: Any) -> Any:
 def _bytes_of(memory: Any, nbytes: int) -> Any:
     if isinstance(memory, np.ndarray):
         return torch.from_numpy(memory)
-    return _cuda().as_tensor(memory, torch.uint8, (nbytes,))
+    return _cuda().bytes_of(memory, nbytes)
 
 
 # --- out ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch  # noqa: TID253  this module names torch
 
 from hqarray import ops
@@ -18,7 +19,8 @@ from hqarray.gemm import result_dtype
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_ops import grouped_quantize
 from hqarray.layout import Array
-from hqarray.recipes import Recipe, as_recipe
+from hqarray.linear import amax_of, check_amaxes, seed_of
+from hqarray.recipes import Recipe, Role, as_recipe
 
 from .torch_arrays import NUMPY_DTYPES, TORCH_DTYPES, as_array, emptied, filled, on_torch
 
@@ -27,22 +29,26 @@ FORWARD = "hqarray's linear layers have no forward-mode derivative; use torch.au
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> Any:
+def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None, *, amax: Any = None) -> Any:
     """A linear layer whose three products are of quantized operands.
 
     x        (..., k) float tensor on the CPU or CUDA
     w        (n, k), where x is
     recipe   a Recipe, or the name of a recipe or format
     bias     (n,), added in the GEMM
+    amax     as in hqarray.linear_forward: three slots of a DelayedScaling, which a recipe with delayed scaling needs,
+             or float32 (3,)
     returns  x @ w.T + bias (..., n), of the dtype that hqarray.matmul gives: the common one, float32 where they differ
 
     Gradients pass the quantizers straight through: dx = dy @ w, dw = dy.T @ x of quantized dy, w and x, as
     hqarray.linear_backward has them, in the dtypes of x and w; a direction is quantized only where it is read. Under
-    autocast x, w and bias are taken in its dtype. torch.compile breaks its graph here, and runs this as it is.
-    Differentiating twice, or inside torch.func's transforms (vmap, grad ...), raises NotImplementedError.
+    autocast x, w and bias are taken in its dtype. A recipe that rounds at random draws one seed a call from torch's
+    default generator of the device, as dropout does: checkpointing repeats it, and a replayed CUDA graph draws anew.
+    torch.compile breaks its graph here, and runs this as it is. Differentiating twice, or inside torch.func's
+    transforms (vmap, grad ...), raises NotImplementedError.
     """
     if torch.compiler.is_compiling():
-        return _eager_linear(x, w, recipe, bias)
+        return _eager_linear(x, w, recipe, bias, amax=amax)
     _expect_no_transform()
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
@@ -50,10 +56,13 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None) -> A
         raise ValueError(f"linear needs x (..., k) and w (n, k), these are {tuple(x.shape)} and {tuple(w.shape)}")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"bias must have shape {(w.shape[0],)}, it has {tuple(bias.shape)}")
-    return _Linear.apply(x, w, bias, recipe, torch.is_grad_enabled())
+    amax = _amaxes(recipe, amax, 1)
+    return _Linear.apply(x, w, bias, recipe, amax, torch.is_grad_enabled())
 
 
-def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bias: Any = None) -> Any:
+def grouped_linear(
+    x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bias: Any = None, *, amax: Any = None
+) -> Any:
     """Linear layers of groups of rows, each by its own weight: the experts of a mixture.
 
     x        (T, k) float tensor, the rows of group after group
@@ -62,12 +71,13 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bi
              int32 or int64 tensor there, which the host then never reads
     recipe   a Recipe, or the name of a recipe or format
     bias     (num_groups, n), added in the GEMM
+    amax     as in linear, 3 * num_groups: those of the groups of x, then of w, then of dy
     returns  (T, n): rows of x @ w[i].T + bias[i]; rows of no group are zero, and so are their gradients
 
     An empty group's weight and bias have a zero gradient. Otherwise as linear.
     """
     if torch.compiler.is_compiling():
-        return _eager_grouped_linear(x, w, sizes, recipe, bias)
+        return _eager_grouped_linear(x, w, sizes, recipe, bias, amax=amax)
     _expect_no_transform()
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
@@ -81,7 +91,8 @@ def grouped_linear(x: Any, w: Any, sizes: Any, recipe: Recipe | Format | str, bi
     count = len(host) if kept is None else len(kept)
     if count != w.shape[0]:
         raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
-    return _GroupedLinear.apply(x, w, bias, kept, host, recipe, torch.is_grad_enabled())
+    amax = _amaxes(recipe, amax, count)
+    return _GroupedLinear.apply(x, w, bias, kept, host, recipe, amax, torch.is_grad_enabled())
 
 
 # What torch.compile calls without looking inside; unlike torch.compiler.disable, this imports the compiler only then.
@@ -143,48 +154,66 @@ def _result_type(x: Any, w: Any) -> Any:
     return x if x == w and x != torch.float64 else TORCH_DTYPES[result_dtype(NUMPY_DTYPES[x], NUMPY_DTYPES[w])]
 
 
-def _seeds(recipe: Recipe, device: Any) -> list[Any]:
-    """One for x, w and dy each, from torch's generator as dropout's are; None of a recipe that rounds to nearest.
-
-    A captured CUDA graph draws new ones when it is replayed, and checkpointing the same ones.
-    """
+def _seed(recipe: Recipe, device: Any) -> Any:
+    """int64 (1,) from torch's generator; None of a recipe that rounds to nearest."""
     if not any(format.is_stochastic for format in recipe.formats):
-        return [None] * 3
-    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (3,), dtype=torch.int64, device=device)
-    return list(seeds.split(1))
+        return None
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
-def _seed(tensor: Any) -> Array | None:
-    return None if tensor is None else as_array(tensor)
+def _amaxes(recipe: Recipe, amax: Any, num_groups: int) -> Any:
+    """The amaxes that were given, checked: slots, an array of them or None."""
+    if isinstance(amax, torch.Tensor):
+        amax = as_array(amax)
+    check_amaxes(recipe, amax, num_groups)
+    return amax
+
+
+def _given(recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool, columns: bool) -> dict[str, Any]:
+    """Keywords of quantize for the parts of an operand that are read; seed is a tensor."""
+    row, column = recipe[role]
+    formats = [format for format, read in ((row, rows), (column, columns)) if read]
+    given: dict[str, Any] = {"rowwise": row if rows else None, "columnwise": column if columns else None}
+    if seed is not None and any(format.is_stochastic for format in formats):
+        given["seed"] = seed_of(role, as_array(seed))
+    if amax is not None and any(format.measures_amax for format in formats):
+        given["amax"] = amax_of(role, amax)
+    return given
 
 
 # --- one matrix ---------------------------------------------------------------------------------
 
 
+def _quantized(
+    tensor: Any, recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool = True, columns: bool
+) -> HybridArray:
+    """An operand, in the directions that are read; rows are made besides where columns come from them."""
+    derived = columns and role in recipe.from_rows
+    given = _given(recipe, role, seed, amax, rows=rows or derived, columns=columns)
+    if derived:
+        given["columnwise_source"] = recipe.source(role)
+    return ops.quantize(as_array(tensor), **given)
+
+
 class _Linear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, x: Any, w: Any, bias: Any, recipe: Recipe, records: bool) -> Any:
+    def forward(ctx: Any, x: Any, w: Any, bias: Any, recipe: Recipe, amax: Any, records: bool) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
-        of_x, of_w, of_dy = _seeds(recipe, x.device)
+        seed = _seed(recipe, x.device)
         with on_torch(x.device):
-            hx = ops.quantize(
-                as_array(x), rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None, seed=_seed(of_x)
-            )
-            hw = ops.quantize(
-                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None,
-                seed=_seed(of_w),
-            )
+            hx = _quantized(x, recipe, "input", seed, amax, columns=needs_w)
+            hw = _quantized(w, recipe, "weight", seed, amax, columns=needs_x)
             y, out = _empty((*x.shape[:-1], w.shape[0]), _result_type(x.dtype, w.dtype), x.device)
             ops.matmul(hx, hw.T, out=out, bias=None if bias is None else as_array(bias))
             parts = (hx.columnwise, hw.columnwise)
-            _save(ctx, parts, (of_dy,))
-        ctx.recipe, ctx.shape, ctx.dtypes = recipe, tuple(x.shape), (hx.dtype, hw.dtype)
+            _save(ctx, parts, (seed,))
+        ctx.recipe, ctx.amax, ctx.shape, ctx.dtypes = recipe, amax, tuple(x.shape), (hx.dtype, hw.dtype)
         ctx.types = (x.dtype, w.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_linear_gradients, ctx, dy), None, None)
+        return (*_backward(_linear_gradients, ctx, dy), None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -196,13 +225,9 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     dx = dw = db = None
     k, n = ctx.shape[-1], dy.shape[-1]
     with on_torch(dy.device):
-        x, w, of_dy = _saved(ctx)
+        x, w, seed = _saved(ctx)
         if needs_x or needs_w:
-            row, column = ctx.recipe.grad_output
-            hdy = ops.quantize(
-                as_array(dy), rowwise=row if needs_x else None, columnwise=column if needs_w else None,
-                seed=_seed(of_dy),
-            )
+            hdy = _quantized(dy, ctx.recipe, "grad_output", seed, ctx.amax, rows=needs_x, columns=needs_w)
         if needs_x:
             dx, out = _empty(ctx.shape, ctx.types[0], dy.device)
             ops.matmul(hdy, HybridArray(None, w, dtype=ctx.dtypes[1]), out=out)
@@ -217,36 +242,47 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
 # --- groups -------------------------------------------------------------------------------------
 
 
+def _group(
+    tensor: Any, sizes: Any, recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool = True, columns: bool
+) -> GroupedArray:
+    """The same of many matrices; sizes are an array, integers, or None of stacked ones."""
+    derived = columns and role in recipe.from_rows
+    values = as_array(tensor)
+    group = grouped_quantize(
+        values, sizes, **_given(recipe, role, seed, amax, rows=rows or derived, columns=columns and not derived)
+    )
+    if not derived:
+        return group
+    decoded = group.dequantize(dtype=np.float32).reshape(values.shape)  # type: ignore[union-attr]
+    other = grouped_quantize(decoded, sizes, **_given(recipe, role, seed, amax, rows=False, columns=True))
+    return GroupedArray(group.rowwise, other.columnwise, group.rows, group.columns, group.dtype)
+
+
 class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, x: Any, w: Any, bias: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, records: bool
+        ctx: Any, x: Any, w: Any, bias: Any, sizes: Any, host: tuple[int, ...], recipe: Recipe, amax: Any,
+        records: bool,
     ) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
-        of_x, of_w, of_dy = _seeds(recipe, x.device)
+        seed = _seed(recipe, x.device)
         with on_torch(x.device):
             given = host if sizes is None else as_array(sizes)
-            gx = grouped_quantize(
-                as_array(x), given, rowwise=recipe.input[0], columnwise=recipe.input[1] if needs_w else None,
-                seed=_seed(of_x),
-            )
-            gw = grouped_quantize(
-                as_array(w), rowwise=recipe.weight[0], columnwise=recipe.weight[1] if needs_x else None,
-                seed=_seed(of_w),
-            )
+            gx = _group(x, given, recipe, "input", seed, amax, columns=needs_w)
+            gw = _group(w, None, recipe, "weight", seed, amax, columns=needs_x)
             ctx.covers = sizes is None and sum(host) == x.shape[0]
             shape = (x.shape[0], w.shape[1])
             y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
             ops.matmul(gx, gw.T, out=out, bias=None if bias is None else as_array(bias))
-            _save(ctx, (gx.columnwise, gw.columnwise), (of_dy, sizes))
-        ctx.recipe, ctx.host, ctx.shapes = recipe, host, (tuple(x.shape), tuple(w.shape))
+            _save(ctx, (gx.columnwise, gw.columnwise), (seed, sizes))
+        ctx.recipe, ctx.amax, ctx.host, ctx.shapes = recipe, amax, host, (tuple(x.shape), tuple(w.shape))
         ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
         ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None)
+        return (*_backward(_grouped_gradients, ctx, dy), None, None, None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -257,13 +293,10 @@ def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     dx = dw = db = None
     with on_torch(dy.device):
-        x, w, of_dy, kept = _saved(ctx)
+        x, w, seed, kept = _saved(ctx)
         if needs_x or needs_w:
-            row, column = ctx.recipe.grad_output
-            gdy = grouped_quantize(
-                as_array(dy), ctx.host if kept is None else as_array(kept), rowwise=row if needs_x else None,
-                columnwise=column if needs_w else None, seed=_seed(of_dy),
-            )
+            sizes = ctx.host if kept is None else as_array(kept)
+            gdy = _group(dy, sizes, ctx.recipe, "grad_output", seed, ctx.amax, rows=needs_x, columns=needs_w)
         if needs_x:
             dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
             ops.matmul(gdy, GroupedArray(None, w, *ctx.axes[1]), out=out)

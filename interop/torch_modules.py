@@ -26,7 +26,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]
         device: Any = None, dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._recipe = as_recipe(recipe)
+        self._recipe = _without_history(recipe)
 
     @property
     def recipe(self) -> Recipe:
@@ -53,7 +53,7 @@ class GroupedLinear(torch.nn.Module):  # type: ignore[misc]
         recipe: Recipe | Format | str, device: Any = None, dtype: Any = None,
     ) -> None:
         super().__init__()
-        self._recipe = as_recipe(recipe)
+        self._recipe = _without_history(recipe)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         shape = (num_groups, out_features, in_features)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -83,6 +83,17 @@ class GroupedLinear(torch.nn.Module):  # type: ignore[misc]
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, recipe={_described(self._recipe)}"
         )
+
+
+def _without_history(recipe: Recipe | Format | str) -> Recipe:
+    """The recipe. Raises ValueError where it needs amaxes of earlier steps, which a module does not keep."""
+    recipe = as_recipe(recipe)
+    if recipe.delayed is not None:
+        raise ValueError(
+            f"{recipe.name} takes amaxes of earlier steps, which one state keeps for all layers of a model; call "
+            f"linear(..., amax=state[...]) in a module of your own"
+        )
+    return recipe
 
 
 def _described(recipe: Recipe) -> str:

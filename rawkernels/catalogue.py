@@ -70,6 +70,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     for storage, name in moved.items():
         yield Specialisation(f"transpose {name}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
+    yield Specialisation("delayed scaling", traits.delayed_launch().source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)

@@ -20,6 +20,8 @@ typedef unsigned long long u64;
 enum Specials { FINITE = 0, NAN_ONLY = 1, IEEE = 2 };
 enum ScaleKind { NO_SCALE = 0, FLOAT32 = 1, E8M0 = 2, E4M3_SCALE = 3 };
 enum Scaling { NO_SCALING = 0, RECIPROCAL = 1, POWER_OF_TWO = 2, TWO_LEVEL = 3 };
+enum Measure { NOTHING, WHOLE, LINES };  // amax of no matrix, of a whole one, of each of its lines
+enum Choice { ALWAYS_SIX, ABSOLUTE_ERRORS, SQUARED_ERRORS };  // which scale a two-level block takes
 enum Rounding { UP = 0, FLOOR = 1, EVEN = 2 };
 
 constexpr u32 INF_BITS = 0x7F800000u;

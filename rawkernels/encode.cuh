@@ -91,6 +91,25 @@ HQ_FN u32 encode_e2m1(const float (&value)[8], float half_factor) {
     return word;
 }
 
+// The same, up or down at random: encode_stochastic of codec.py; draws are 16 bits each, two in a word.
+HQ_FN u32 encode_e2m1_at_random(const float (&value)[8], float half_factor, const u32 (&draws)[4]) {
+    int code[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float a = fabsf(value[i] * half_factor);
+        const u32 draw = i & 1 ? draws[i / 2] >> 9 : draws[i / 2] << 7;
+        const float start = float_of((draw & 0x007FFF80u) | 0x3F800040u);
+        const float twice = __fmaf_rn(a, 4.0f, start), plus2 = __fmaf_rn(a, 2.0f, start + 2.0f);
+        const float lowest = fminf(fminf(twice, plus2), a + (start + 4.0f));
+        code[i] = int(bits_of(__fadd_rz(lowest, 0x1p23f)) - 0x4B000001u);  // truncated, less one
+    }
+    u32 word = 0;
+#pragma unroll
+    for (int i = 6; i >= 0; i -= 2)  // saturates to 7
+        asm("cvt.pack.sat.s4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(code[i + 1]), "r"(code[i]), "r"(word));
+    return word;
+}
+
 // Two bf16 times their power-of-two factors, exact; each half is 0x4300 + code. bf16's unit is one in [128, 256).
 HQ_FN u32 encode_e2m1_pair(u32 values, u32 factors) {
     u32 y, twice, plus2, half4;
@@ -221,9 +240,9 @@ template <class F>
 constexpr bool has_short_cut = (F::scaling == TWO_LEVEL && F::bits == 4) || (F::hardware_fp6 && F::rounding == UP);
 
 // 8 values of a line, times its prepared factor, to words. CAREFUL: two-level FP4 values are multiplied with `before`
-// and their neighbours may be Inf; 6-bit values are clamped.
+// and their neighbours may be Inf; 6-bit values are clamped. draws: of a format that rounds at random.
 template <class F, class In, bool CAREFUL, class Line>
-HQ_FN void encode_line(const Line& line, float factor, float before, u32* words) {
+HQ_FN void encode_line(const Line& line, float factor, float before, const u32 (&draws)[4], u32* words) {
     if constexpr (F::bits >= 16) {
         if constexpr (same<typename F::Wide, In>::value) line.copy(words);
         else {
@@ -236,7 +255,8 @@ HQ_FN void encode_line(const Line& line, float factor, float before, u32* words)
         float value[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) value[i] = F::scaling != TWO_LEVEL ? line.at(i) : CAREFUL ? line.at(i) * before : line.magnitude_at(i);
-        words[0] = line.sign(encode_e2m1(value, factor));
+        if constexpr (F::stochastic) words[0] = line.sign(encode_e2m1_at_random(value, factor, draws));
+        else words[0] = line.sign(encode_e2m1(value, factor));
     } else {
 #pragma unroll
         for (int w = 0; w < 2; ++w)

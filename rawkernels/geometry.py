@@ -41,7 +41,7 @@ def quantize_tile(row: Format | None, column: Format | None) -> Tile:
     return TALL
 
 
-MEMBER_BYTES = 256
+MEMBER_BYTES = 320
 """Shared memory of a grouped quantize kernel beside `quantize_shared_bytes`: the member and its arguments."""
 
 
@@ -60,9 +60,19 @@ def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
 
 
 def quantize_shared_bytes(tile: Tile, column: Format | None) -> int:
-    """`Shared` of quantize.cu: staged columns, two tables, partial amaxes, factors."""
+    """`Shared` of quantize.cu: staged columns, two tables, keys, partial amaxes, factors."""
     stage = 16 if column is None else tile.columns * tile.rows * column.storage.element.stored_bits // 8
-    return stage + 2 * (128 * 4 + 16) + 2 * 4 * 128 * 4 + 2 * 128 * 4
+    return stage + 2 * (128 * 4 + 32) + 80 + 2 * 4 * 128 * 4 + 2 * 128 * 4
+
+
+def most_blocks(format: Format | None) -> int:
+    """Blocks of threads that leave a format's kernel the registers it wants: sums of errors, draws, rotated copies."""
+    if format is None:
+        return 4
+    if format.measures_rows:
+        return 2
+    sums_errors = getattr(format.scaling, "four_over_six", None) is not None
+    return 3 if sums_errors or format.is_stochastic or format.storage.rht else 4
 
 
 def dequantize_tile(storage: Storage, transposed: bool) -> Tile:
@@ -131,6 +141,9 @@ def ragged_grid(tile: Tile, outer: int, capacity: int, num_groups: int) -> tuple
 
 SCALE_TILE = Tile(128, 8)
 """Scales (lines x blocks) that a block of the tiling kernel moves."""
+
+HISTORY_TILE = Tile(1, 1)
+"""Of the kernel of delayed scaling: a block of threads for each history."""
 
 NARROW_TILE = Tile(1, 1024)
 """Elements a block of the narrowing kernel rounds: 4 a thread."""

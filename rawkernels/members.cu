@@ -6,9 +6,9 @@ namespace hq {
 
 struct MembersArguments {
     Groups groups;
-    Member<3>* table;
+    TableMember* table;
     i64 tiles;
-    AnySpan span[3];  // row scales, column codes, column scales
+    AnySpan span[5];
 };
 
 }  // namespace hq
@@ -16,5 +16,5 @@ struct MembersArguments {
 extern "C" __global__ void __launch_bounds__(hq::THREADS) hq_members(const __grid_constant__ hq::MembersArguments a) {
     using namespace hq;
     const i64 tile = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-    if (tile < a.tiles) find_member<TILE_ROWS>(a.groups, tile, a.table[tile], a.span[0], a.span[1], a.span[2]);
+    if (tile < a.tiles) find_member<TILE_ROWS>(a.groups, tile, a.table[tile], a.span[0], a.span[1], a.span[2], a.span[3], a.span[4]);
 }

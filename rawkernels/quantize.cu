@@ -8,8 +8,10 @@
 //
 // GROUPED: X is many matrices, their rows stacked; blocks, scales and padding begin anew with each. A block reads its
 // member from a table, and from there on it is that one's matrix. Generated as well: RowScales, ColumnScales (Spans).
+#include "four_over_six.cuh"
 #include "group.cuh"
-#include "scale.cuh"
+#include "hadamard.cuh"
+#include "philox.cuh"
 #include "turn.cuh"
 
 namespace hq {
@@ -27,12 +29,16 @@ struct Arguments {
     const char* values;
     i64 row_bytes;  // from one row of X to the next
     i64 m, k;
-    const float* whole;  // amax of X
-    const u32* noop;     // nothing is written where it is not zero
+    const float* whole[2];  // amax of X, or of each line, as the rowwise and the columnwise part measure it
+    const u32* noop;        // nothing is written where it is not zero
     Output row, column;
     i64 reversed;  // last tile first: after an amax pass that went forward
     i64 rows;      // rows of codes that are written: m, and padding
     i64 lines;     // the same of columns: k, and padding
+    const u64* seed_at;  // of draws; null: the next field
+    u64 seed;
+    i64 turned;    // X is the transposed matrix: rows draw as its columns
+    i64 before[2];  // rows and columns before it in the matrix whose draws it shares
 };
 
 struct Segments {  // of one part of a group, bytes
@@ -42,7 +48,7 @@ struct Segments {  // of one part of a group, bytes
 
 struct GroupedArguments {
     Arguments all;
-    const Member<3>* table;  // of members.cu, a line a row tile
+    const TableMember* table;  // of members.cu, a line a row tile
     i64 count;
     Segments row, column;
     i64 zeros_rest;  // whether what lies behind the last member is zeroed
@@ -51,50 +57,58 @@ struct GroupedArguments {
 template <class F> constexpr bool in_lanes = F::block_columns == 16 || F::block_columns == 32;
 template <class F> constexpr bool in_tile = F::block_columns == 128;
 template <class F> constexpr bool square = F::block_rows > 1;
+template <class F> constexpr bool one_scale = F::scaling == RECIPROCAL && F::block_columns == 0;
 template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
+template <class F> constexpr bool is_long = F::stochastic || F::four_over_six != ALWAYS_SIX;  // no second copy of such code
+template <class F> constexpr bool has_table = F::scaling == TWO_LEVEL && !F::per_row;
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
-// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal.
+// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal and
+// they measure the same amax.
 template <class A, class B>
 HQ_FN constexpr bool same_table() {
-    if constexpr (A::scaling == TWO_LEVEL && B::scaling == TWO_LEVEL)
-        return A::bound == B::bound && same<typename A::Element, typename B::Element>::value;
+    if constexpr (has_table<A> && has_table<B>)
+        return A::bound == B::bound && !A::rht && !B::rht && same<typename A::Element, typename B::Element>::value;
     else return true;
 }
 constexpr bool SAME_TABLE = same_table<Row, Column>();
 
 struct Shared {
     alignas(16) u8 stage[Column::present ? TILE_COLUMNS * line_bytes<Column> : 16];
-    Table table[Row::scaling == TWO_LEVEL && Column::scaling == TWO_LEVEL && !SAME_TABLE ? 2 : 1];
+    Table table[has_table<Row> && has_table<Column> && !SAME_TABLE ? 2 : 1];
     alignas(16) u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
     alignas(16) float factor[2][128];
+    Keys keys[1];
 #if GROUPED
-    Member<3> member;
+    TableMember member;
     Arguments own;
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch reserves too little shared memory");
 
 // Largest magnitudes of the lines over what one warp sees of their block.
-template <class F, int DOWN>
-HQ_FN Lines<Input> block_amax(const Patch<Input>& patch) {
+template <class F, int DOWN, class In>
+HQ_FN Lines<In> block_amax(const Patch<In>& patch) {
     typedef Direction<DOWN> D;
     constexpr bool nan = nan_wins<F>;
-    Lines<Input> lines = DOWN ? column_amax<nan>(patch) : row_amax<nan>(patch);
+    Lines<In> lines = DOWN ? column_amax<nan>(patch) : row_amax<nan>(patch);
     constexpr int lanes = F::block_columns / 8 < D::lanes ? F::block_columns / 8 : D::lanes;
 #pragma unroll
     for (int mask = 1; mask < lanes; mask *= 2) lines.template across<nan>(mask * D::step);
     return lines;
 }
 
-// 16 x 16 squares: one amax for the 8 lines and for the neighbour's.
-template <class F, int DOWN>
-HQ_FN void square_amax(Lines<Input>& lines) {
-    u32 best = lines.template whole<true>();
-    best = bits_of(max_abs<true>(float_of(best), float_of(__shfl_xor_sync(~0u, best, Direction<DOWN>::other_step))));
-    if constexpr (Input::size == 2) best = narrow_pair<Input>(float_of(best), 0.0f) & 0xFFFFu;
+// Squares of 16 x 16 or 32 x 32: one amax for the 8 lines and for those of the other lanes.
+template <class F, int DOWN, class In>
+HQ_FN void square_amax(Lines<In>& lines) {
+    constexpr bool nan = nan_wins<F>;
+    u32 best = lines.template whole<nan>();
 #pragma unroll
-    for (int i = 0; i < Lines<Input>::count; ++i) lines.reg[i] = Input::size == 2 ? best * 0x10001u : best;
+    for (int lane = 1; lane < F::block_rows / 8; lane *= 2)
+        best = bits_of(max_abs<nan>(float_of(best), float_of(__shfl_xor_sync(~0u, best, lane * Direction<DOWN>::other_step))));
+    if constexpr (In::size == 2) best = narrow_pair<In>(float_of(best), 0.0f) & 0xFFFFu;
+#pragma unroll
+    for (int i = 0; i < Lines<In>::count; ++i) lines.reg[i] = In::size == 2 ? best * 0x10001u : best;
 }
 
 // 128-blocks, step 1: what each warp saw, to shared memory.
@@ -147,8 +161,8 @@ HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Sha
 }
 
 // 16- and 32-blocks: the first lane of each block stores the 8 bytes of its lines.
-template <class F, int DOWN>
-HQ_FN void store_bytes(const LineScales<F, Input>& scales, const Arguments& a, const Output& out, const Place& p) {
+template <class F, int DOWN, class In>
+HQ_FN void store_bytes(const LineScales<F, In>& scales, const Arguments& a, const Output& out, const Place& p) {
     typedef Direction<DOWN> D;
     if (D::lane(p) % (F::block_columns / 8)) return;
     if (!p.inside && (D::along0(p) >= D::length(a) || D::line0(p) >= out.scale_pitch)) return;
@@ -206,13 +220,15 @@ struct Sink {
     }
 };
 
-template <class F, int DOWN, bool CAREFUL = false, class Scales>
-HQ_FN void encode_lines(const Patch<Input>& patch, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
+template <class F, int DOWN, bool CAREFUL = false, class In, class Scales>
+HQ_FN void encode_lines(const Patch<In>& patch, const Arguments& a, const Shared& shared, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
+    const Draws<DOWN> draws(*shared.keys, a.turned, a.before, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        u32 w[Sink<F, DOWN>::words];
-        if constexpr (DOWN) encode_line<F, Input, CAREFUL>(ColumnOf<Input>{patch, i}, scales.at(i), scales.before, w);
-        else encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before, w);
+        u32 w[Sink<F, DOWN>::words], random[4];
+        if constexpr (F::stochastic) draws.of_line(i, random);
+        if constexpr (DOWN) encode_line<F, In, CAREFUL>(ColumnOf<In>{patch, i}, scales.at(i), scales.before(i), random, w);
+        else encode_line<F, In, CAREFUL>(RowOf<In>{patch, i}, scales.at(i), scales.before(i), random, w);
         sink.put(p, i, w);
     }
 }
@@ -228,8 +244,8 @@ HQ_FN void zero_lines(u32 nan, const Sink<F, DOWN>& sink, const Place& p) {
 }
 
 // Packed FP4: pairs of columns share their instructions.
-template <class F, int DOWN>
-HQ_FN void encode_pairs(const Patch<Input>& patch, const LineScales<F, Input>& scales, const Sink<F, DOWN>& sink, const Place& p) {
+template <class F, int DOWN, class In>
+HQ_FN void encode_pairs(const Patch<In>& patch, const LineScales<F, In>& scales, const Sink<F, DOWN>& sink, const Place& p) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         u32 w[2];
@@ -243,15 +259,18 @@ HQ_FN void encode_pairs(const Patch<Input>& patch, const LineScales<F, Input>& s
     }
 }
 
-// Squares of 16 x 16 in both directions hold the same codes: encoded once, turned.
-constexpr bool TURNED = SAME_FORMAT && in_lanes<Row> && square<Row>;
+// Squares in both directions hold the same codes: encoded once, turned. Not where the directions draw apart, or sum
+// errors in another order; nor bytes, whose turn keeps 32 registers.
+template <class F> constexpr bool turns = in_lanes<F> && square<F> && F::bits == 4 && !F::rht && !F::stochastic && F::four_over_six == ALWAYS_SIX;
+constexpr bool TURNED = SAME_FORMAT && turns<Row>;
 
 template <class F, bool CAREFUL>
 HQ_FN void encode_square(const Patch<Input>& patch, const LineScales<F, Input>& scales, const Sink<F, 0>& rows, const Sink<F, 1>& columns, const Place& p) {
     u32 row[8][Sink<F, 0>::words], column[8][Sink<F, 0>::words];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before, row[i]);
+        const u32 no_draws[4] = {};
+        encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before(i), no_draws, row[i]);
         rows.put(p, i, row[i]);
     }
     turn<F::stored_bits>(row, column);
@@ -261,13 +280,36 @@ HQ_FN void encode_square(const Patch<Input>& patch, const LineScales<F, Input>& 
 
 struct OneFactor {  // a whole matrix under one scale, or unquantized
     float factor;
-    static constexpr float before = 1.0f;
+    HQ_FN float before(int) const { return 1.0f; }
     HQ_FN float at(int) const { return factor; }
+};
+
+template <class F>
+struct LineFactors {  // each line under a scale of its own
+    float factor[8];
+    HQ_FN LineFactors(const float* whole, i64 line0, i64 lines) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            factor[i] = reciprocal_factor(line0 + i < lines ? whole[line0 + i] : 0.0f, float_of(F::Element::max_bits), F::epsilon, F::pow2);
+    }
+    HQ_FN float before(int) const { return 1.0f; }
+    HQ_FN float at(int i) const { return prepare_factor<F>(factor[i]); }
+    // By the lanes at the lines' beginning; lines that do not exist are padding, up to the pitch.
+    template <int DOWN>
+    HQ_FN void store(const Place& p, const Arguments& a, const Output& out) const {
+        typedef Direction<DOWN> D;
+        if (D::along0(p) || D::length(a) == 0) return;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const i64 line = D::line0(p) + i;
+            if (line < out.scale_pitch) reinterpret_cast<float*>(out.scales)[line] = line < D::lines(a) ? divide(1.0f, factor[i]) : 0.0f;
+        }
+    }
 };
 
 struct TileFactors {  // 8 lines' factors out of shared memory
     float factor[8];
-    static constexpr float before = 1.0f;
+    HQ_FN float before(int) const { return 1.0f; }
     HQ_FN TileFactors(const float* source) {
         const float4 a = reinterpret_cast<const float4*>(source)[0], b = reinterpret_cast<const float4*>(source)[1];
         factor[0] = a.x; factor[1] = a.y; factor[2] = a.z; factor[3] = a.w;
@@ -276,26 +318,66 @@ struct TileFactors {  // 8 lines' factors out of shared memory
     HQ_FN float at(int i) const { return factor[i]; }
 };
 
-// Scales and codes of one direction.
-template <class F, int DOWN>
-HQ_FN void quantize_lines(const Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+// Byte scales of 16- and 32-blocks.
+template <class F, int DOWN, class In>
+HQ_FN LineScales<F, In> block_scales(const Patch<In>& patch, const Arguments& a, const Output& out, const Place& p, const Shared& shared) {
+    typedef Direction<DOWN> D;
+    Lines<In> lines = block_amax<F, DOWN>(patch);
+    if constexpr (square<F>) square_amax<F, DOWN>(lines);
+    if constexpr (F::scaling == TWO_LEVEL && F::per_row) {
+        const OfLines<F> globals(a.whole[DOWN], D::line0(p), D::lines(a));
+        if (D::along0(p) == 0 && D::length(a) > 0) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (D::line0(p) + i < D::lines(a)) out.global_scale[D::line0(p) + i] = globals.global[i].decode_scale;
+        }
+        if constexpr (F::four_over_six == ALWAYS_SIX) return scale_lines<F, In>(lines, globals);
+        else return choose_scales<F, DOWN>(patch, p, lines, globals);
+    } else {
+        const OfMatrix globals = {&shared.table[DOWN && has_table<Row> && !SAME_TABLE]};
+        if constexpr (F::four_over_six == ALWAYS_SIX) return scale_lines<F, In>(lines, globals);
+        else return choose_scales<F, DOWN>(patch, p, lines, globals);
+    }
+}
+
+// Scales and codes of one direction of a patch, as it is encoded.
+template <class F, int DOWN, class In>
+HQ_FN void quantize_patch(const Patch<In>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+    typedef Direction<DOWN> D;
     const Sink<F, DOWN> sink(out, p, shared, a.rows);
     if constexpr (in_lanes<F>) {
-        Lines<Input> lines = block_amax<F, DOWN>(patch);
-        if constexpr (square<F>) square_amax<F, DOWN>(lines);
-        const auto scales = scale_lines<F, Input>(lines, &shared.table[DOWN && !SAME_TABLE]);
+        const auto scales = block_scales<F, DOWN>(patch, a, out, p, shared);
         store_bytes<F, DOWN>(scales, a, out, p);
-        if constexpr (LineScales<F, Input>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
-        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, scales, sink, p);
-        else encode_lines<F, DOWN>(patch, scales, sink, p);
+        if constexpr (LineScales<F, In>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
+        else if constexpr (is_long<F>) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
+        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
+        else encode_lines<F, DOWN>(patch, a, shared, scales, sink, p);
         zero_lines<F, DOWN>(scales.nan, sink, p);
     } else if constexpr (in_tile<F>) {
-        encode_lines<F, DOWN>(patch, TileFactors(shared.factor[DOWN] + Direction<DOWN>::line(p)), sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, TileFactors(shared.factor[DOWN] + D::line(p)), sink, p);
+    } else if constexpr (one_scale<F>) {
+        const float factor = reciprocal_factor(*a.whole[DOWN], float_of(F::Element::max_bits), F::epsilon, F::pow2);
+        encode_lines<F, DOWN>(patch, a, shared, OneFactor{prepare_factor<F>(factor)}, sink, p);
     } else if constexpr (F::scaling == RECIPROCAL) {
-        const float factor = reciprocal_factor(*a.whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
-        encode_lines<F, DOWN>(patch, OneFactor{prepare_factor<F>(factor)}, sink, p);
+        const LineFactors<F> factors(a.whole[DOWN], D::line0(p), D::lines(a));
+        factors.template store<DOWN>(p, a, out);
+        encode_lines<F, DOWN>(patch, a, shared, factors, sink, p);
     } else {
-        encode_lines<F, DOWN>(patch, OneFactor{1.0f}, sink, p);
+        encode_lines<F, DOWN>(patch, a, shared, OneFactor{1.0f}, sink, p);
+    }
+}
+
+// Scales and codes of one direction. The columns come last, and may rotate the patch where it is.
+template <class F, int DOWN>
+HQ_FN void quantize_lines(Patch<Input>& patch, const Arguments& a, const Output& out, const Place& p, Shared& shared) {
+    if constexpr (!F::rht) quantize_patch<F, DOWN>(patch, a, out, p, shared);
+    else if constexpr (DOWN && same<Input, BFloat16>::value) {
+        rotate<DOWN>(patch, p, Direction<DOWN>::length(a), patch);
+        quantize_patch<F, DOWN>(patch, a, out, p, shared);
+    } else {
+        Patch<BFloat16> rotated;
+        rotate<DOWN>(patch, p, Direction<DOWN>::length(a), rotated);
+        quantize_patch<F, DOWN>(rotated, a, out, p, shared);
     }
 }
 
@@ -304,9 +386,7 @@ template <class F>
 HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const Place& p, Shared& shared) {
     const Sink<F, 0> rows(a.row, p, shared, a.rows);
     const Sink<F, 1> columns(a.column, p, shared, a.rows);
-    Lines<Input> lines = block_amax<F, 0>(patch);
-    square_amax<F, 0>(lines);
-    const auto scales = scale_lines<F, Input>(lines, &shared.table[0]);
+    const auto scales = block_scales<F, 0>(patch, a, a.row, p, shared);
     store_bytes<F, 0>(scales, a, a.row, p);
     store_bytes<F, 1>(scales, a, a.column, p);
     if (scales.careful) encode_square<F, true>(patch, scales, rows, columns, p);
@@ -316,11 +396,11 @@ HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const 
 }
 
 // What one thread of the grid writes for a whole matrix: the first, or number `index` of a group.
-template <class F>
+template <class F, int DOWN>
 HQ_FN void store_scalars(const Arguments& a, const Output& out, i64 index) {
-    const float whole = F::scaling == TWO_LEVEL || (F::scaling == RECIPROCAL && F::block_columns == 0) || out.amax ? a.whole[index] : 0.0f;
-    if constexpr (F::scaling == TWO_LEVEL) out.global_scale[index] = global_of<F>(whole).decode_scale;
-    if constexpr (F::scaling == RECIPROCAL && F::block_columns == 0) {
+    const float whole = has_table<F> || one_scale<F> ? a.whole[DOWN][index] : 0.0f;
+    if constexpr (has_table<F>) out.global_scale[index] = global_of<F>(whole).decode_scale;
+    if constexpr (one_scale<F>) {
         const float factor = reciprocal_factor(whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
         reinterpret_cast<float*>(out.scales)[index] = divide(1.0f, factor);
         if (!GROUPED)
@@ -349,19 +429,20 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
 
 // One tile of a matrix.
 HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
-    constexpr bool tables = Row::scaling == TWO_LEVEL || Column::scaling == TWO_LEVEL;
+    constexpr bool tables = has_table<Row> || has_table<Column>, draws = Row::stochastic || Column::stochastic;
     Patch<Input> patch;  // its loads are under way while the table is made
     const bool idle = GROUPED && p.warp_row0 >= a.rows;  // nothing of what this warp holds is written
     if (idle) patch.clear();
     else load_patch<ALIGNED>(patch, p, a.values, a.row_bytes, a.m, a.k);
     if constexpr (tables) {
-        typedef typename choose<Row::scaling == TWO_LEVEL, Row, Column>::type First;
-        shared.table[0].fill<First>(threadIdx.x, *a.whole);
-        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, *a.whole);
+        typedef typename choose<has_table<Row>, Row, Column>::type First;
+        shared.table[0].fill<First>(threadIdx.x, *a.whole[!has_table<Row>]);
+        if constexpr (!SAME_TABLE) shared.table[1].fill<Column>(threadIdx.x ^ 128, *a.whole[1]);
     }
     if constexpr (in_tile<Row>) share_amax<Row, 0>(block_amax<Row, 0>(patch), p, shared);
     if constexpr (in_tile<Column>) share_amax<Column, 1>(block_amax<Column, 1>(patch), p, shared);
-    if constexpr (tables || in_tile<Row> || in_tile<Column>) __syncthreads();
+    if constexpr (draws) shared.keys->fill(threadIdx.x, a.seed_at ? __ldg(a.seed_at) : a.seed);
+    if constexpr (tables || draws || in_tile<Row> || in_tile<Column>) __syncthreads();
     if constexpr (in_tile<Row>) tile_scale<Row, 0>(a, a.row, p, shared);
     if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
@@ -386,36 +467,43 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
 #if GROUPED
 
 // A member's matrix.
-HQ_FN Arguments arguments_of(const GroupedArguments& g, const Member<3>& member) {
+HQ_FN Arguments arguments_of(const GroupedArguments& g, const TableMember& member) {
     Arguments own = g.all;
     own.values += member.start * own.row_bytes;
     own.m = member.size;
     own.rows = member.rows;
-    own.whole += member.index;
+    own.whole[0] += Row::per_row ? member.start : member.index;
+    own.whole[1] += member.index * (Column::per_row ? own.k : 1);
     if constexpr (Row::present) {
         own.row.codes += member.start * own.row.pitch16 * 16;
         own.row.scales += member.before[0] * g.row.scales_unit;
-        if (in_lanes<Row> || (in_tile<Row> && !square<Row>)) own.row.scale_pitch = RowScales::of(member.size);
+        if (Row::scaling == TWO_LEVEL && Row::per_row) own.row.global_scale += member.before[3];
+        if (in_lanes<Row> || (in_tile<Row> && !square<Row>) || Row::per_row) own.row.scale_pitch = RowScales::of(member.size);
     }
     if constexpr (Column::present) {
         own.column.codes += member.before[1] * g.column.codes_unit;
         own.column.pitch16 = round_up(round_up(member.size * Column::stored_bits, 8) / 8, 16) / 16;
         own.column.scales += member.before[2] * g.column.scales_unit;
+        if (Column::scaling == TWO_LEVEL && Column::per_row) own.column.global_scale += member.before[4] * own.k;
         if (in_tile<Column> && square<Column>) own.column.scale_pitch = ColumnScales::of(member.size);
     }
     return own;
 }
 
 // What lies behind the last member.
-HQ_FN void zero_rest(const GroupedArguments& g, const Member<3>& end) {
+HQ_FN void zero_rest(const GroupedArguments& g, const TableMember& end) {
     const i64 shares = row_tiles() - end.tiles;
     if constexpr (Row::present) {
         zero_share(g.all.row.codes, end.start * g.all.row.pitch16 * 16, g.row.codes_end, end.tile, shares);
         zero_share(g.all.row.scales, end.before[0] * g.row.scales_unit, g.row.scales_end, end.tile, shares);
+        if (Row::scaling == TWO_LEVEL && Row::per_row && g.all.k)
+            zero_floats(g.all.row.global_scale, end.before[3], g.all.m, end.tile, shares);
     }
     if constexpr (Column::present) {
         zero_share(g.all.column.codes, end.before[1] * g.column.codes_unit, g.column.codes_end, end.tile, shares);
         zero_share(g.all.column.scales, end.before[2] * g.column.scales_unit, g.column.scales_end, end.tile, shares);
+        if (Column::scaling == TWO_LEVEL && Column::per_row)
+            zero_floats(g.all.column.global_scale, end.before[4] * g.all.k, g.count * g.all.k, end.tile, shares);
     }
 }
 
@@ -441,8 +529,8 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
 
     if (blockIdx.x == 0 && row_tile() == 0) {
         for (i64 i = threadIdx.x; i < g.count; i += THREADS) {
-            if constexpr (Row::present) store_scalars<Row>(g.all, g.all.row, i);
-            if constexpr (Column::present) store_scalars<Column>(g.all, g.all.column, i);
+            if constexpr (Row::present) store_scalars<Row, 0>(g.all, g.all.row, i);
+            if constexpr (Column::present) store_scalars<Column, 1>(g.all, g.all.column, i);
         }
     }
     if (threadIdx.x < 32) {
@@ -468,8 +556,8 @@ extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_quantiz
     if (a.noop && *a.noop << 1) return;  // -0.0f is zero
 
     if (first_thread()) {
-        if constexpr (Row::present) store_scalars<Row>(a, a.row, 0);
-        if constexpr (Column::present) store_scalars<Column>(a, a.column, 0);
+        if constexpr (Row::present) store_scalars<Row, 0>(a, a.row, 0);
+        if constexpr (Column::present) store_scalars<Column, 1>(a, a.column, 0);
     }
     Place p;
     if (locate(p, a.m, a.k, a.reversed)) quantize_tile(a, p, shared);

@@ -9,13 +9,22 @@ struct Global {
     float decode_scale;  // S_dec
     float sixth;         // RN(S_enc / 6)
     float before;        // 0.5 where half of an encode factor would be subnormal and lose a bit: halve values instead
+    float encode_scale;  // S_enc
+    float whole;         // the amax that they come from
 };
 
 template <class F>
 HQ_FN Global global_of(float whole) {
     const float encode_scale = global_encode_scale(whole, F::bound * float_of(F::Element::max_bits));
     const float decode_scale = divide(1.0f, encode_scale);
-    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f ? 0.5f : 1.0f};
+    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f ? 0.5f : 1.0f, encode_scale, whole};
+}
+
+// What encodes under an E4M3 scale byte without sign, prepared where `before` is 1.
+template <class F>
+HQ_FN float factor_of(const Global& g, u32 byte) {
+    const float factor = two_level_factor(float_of_e4m3(byte), g.decode_scale);
+    return g.before == 1.0f ? prepare_factor<F>(factor) : factor;
 }
 
 // Factor of each E4M3 scale byte without sign: 128 divisions a block of threads instead of one a line.
@@ -27,10 +36,27 @@ struct alignas(16) Table {
     HQ_FN void fill(int thread, float whole) {
         if (thread >= 128) return;
         const Global g = global_of<F>(whole);
-        const float whole_factor = two_level_factor(float_of_e4m3(thread), g.decode_scale);
-        factor[thread] = g.before == 1.0f ? prepare_factor<F>(whole_factor) : whole_factor;
+        factor[thread] = factor_of<F>(g, thread);
         if (thread == 0) global = g;
     }
+};
+
+// Where 8 lines have their global scale from: that of the matrix, with its table, or each its own.
+struct OfMatrix {
+    const Table* table;
+    HQ_FN const Global& at(int) const { return table->global; }
+    HQ_FN float factor(int, u32 byte) const { return table->factor[byte]; }
+};
+
+template <class F>
+struct OfLines {
+    Global global[8];
+    HQ_FN OfLines(const float* whole, i64 line0, i64 lines) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) global[i] = global_of<F>(line0 + i < lines ? whole[line0 + i] : 0.0f);
+    }
+    HQ_FN const Global& at(int i) const { return global[i]; }
+    HQ_FN float factor(int i, u32 byte) const { return factor_of<F>(global[i], byte); }
 };
 
 template <class F, class In>
@@ -41,8 +67,9 @@ struct LineScales {
     u32 stored[2];               // 8 bytes
     u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero
     bool careful = false;        // encode_line must not take its short cut
-    float before = 1.0f;         // what a careful one multiplies values with first
+    u32 halved = 0;              // bit i: what a careful one multiplies line i's values with first is 0.5, not 1
 
+    HQ_FN float before(int i) const { return F::scaling == TWO_LEVEL && (halved >> i & 1) ? 0.5f : 1.0f; }
     HQ_FN float at(int i) const {
         if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
         else return float_of(factor[i]);
@@ -90,8 +117,29 @@ HQ_FN u32 power_of_two_byte(u32 amax) {
     return power_of_two_scale<typename F::Element, F::rounding>(amax);
 }
 
-template <class F, class In>
-HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Table* table) {
+// Factors of stored E4M3 bytes, and what is rare about them.
+template <class F, class In, class Globals>
+HQ_FN void finish_two_level(const Globals& globals, LineScales<F, In>& scales) {
+    constexpr bool one = !F::per_row;  // then all lines have the same `before`
+    scales.halved = one && globals.at(0).before != 1.0f ? 0xFFu : 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (!one) scales.halved |= u32(globals.at(i).before != 1.0f) << i;
+    }
+    scales.careful = scales.halved != 0;
+    // Bytes 0x7E, the largest, under which Inf may be, and 0x7F, NaN: rare.
+    if (((scales.stored[0] + 0x02020202u) | (scales.stored[1] + 0x02020202u)) & 0x80808080u) {
+        scales.careful = true;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) scales.nan |= u32(scales.byte(i) == 0x7F) << i;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(globals.factor(i, scales.byte(i)));
+}
+
+// Scales that make a block's amax the largest element.
+template <class F, class In, class Globals>
+HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Globals& globals) {
     LineScales<F, In> scales;
     if constexpr (LineScales<F, In>::packed) {
         scale_pairs<F, In>(amax, scales);
@@ -106,21 +154,14 @@ HQ_FN LineScales<F, In> scale_lines(const Lines<In>& amax, const Table* table) {
             scales.factor[i] = bits_of(prepare_factor<F>(float_of(power_of_two_factor(byte))));
         }
     } else if constexpr (F::scaling == TWO_LEVEL) {
-        const float sixth = table->global.sixth;
-        scales.before = table->global.before;
-        scales.careful = scales.before != 1.0f;
 #pragma unroll
-        for (int w = 0; w < 2; ++w)
-            scales.stored[w] = convert_fp8x2<3>(fabsf(amax.signed_at(4 * w)) * sixth, fabsf(amax.signed_at(4 * w + 1)) * sixth) |
-                               convert_fp8x2<3>(fabsf(amax.signed_at(4 * w + 2)) * sixth, fabsf(amax.signed_at(4 * w + 3)) * sixth) << 16;
-        // Bytes 0x7E, the largest, under which Inf may be, and 0x7F, NaN: rare.
-        if (((scales.stored[0] + 0x02020202u) | (scales.stored[1] + 0x02020202u)) & 0x80808080u) {
-            scales.careful = true;
+        for (int w = 0; w < 2; ++w) {
+            float scale[4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) scales.nan |= u32(scales.byte(i) == 0x7F) << i;
+            for (int i = 0; i < 4; ++i) scale[i] = fabsf(amax.signed_at(4 * w + i)) * globals.at(4 * w + i).sixth;
+            scales.stored[w] = convert_fp8x2<3>(scale[0], scale[1]) | convert_fp8x2<3>(scale[2], scale[3]) << 16;
         }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) scales.factor[i] = bits_of(table->factor[scales.byte(i)]);
+        finish_two_level<F, In>(globals, scales);
     }
     return scales;
 }

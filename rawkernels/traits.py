@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from .loader import Source
 
 _SPECIALS = {"none": "FINITE", "nan": "NAN_ONLY", "ieee": "IEEE"}
 _SCALES = {"none": "NO_SCALE", "float32": "FLOAT32", "e8m0": "E8M0", "e4m3": "E4M3_SCALE"}
+_CHOICES = {None: "ALWAYS_SIX", "mae": "ABSOLUTE_ERRORS", "mse": "SQUARED_ERRORS"}
 _WIDE = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
 
 _FP8_CONVERSIONS = {(4, 3, 7, "nan"), (5, 2, 15, "ieee")}
@@ -59,16 +61,7 @@ def _is_built(element: Element) -> bool:
 
 def not_built(format: Format) -> str | None:
     """What the kernels lack to quantize to a format; None where they have it. They decode every storage."""
-    storage = format.storage
-    if storage.rht:
-        return "the Hadamard transform (rht)"
-    if format.measures_rows:
-        return "one global scale for each row" if storage.global_per_row else "one scale for each row"
-    if format.is_stochastic:
-        return "stochastic rounding"
-    if isinstance(format.scaling, TwoLevel) and format.scaling != TwoLevel(448.0):
-        return "four-over-six and other bounds than 448"
-    return "blocks of 32x32" if format.amax_block == (32, 32) else None
+    return None
 
 
 def _expect_built(format: Format) -> None:
@@ -107,24 +100,27 @@ def format_traits(name: str, format: Format | None) -> str:
     if format is None:
         return (
             f"struct {name} {{ static constexpr bool present = false; static constexpr int stored_bits = 8, bits = 8, "
-            f"scaling = NO_SCALING, block_rows = 0, block_columns = 0; "
+            f"scaling = NO_SCALING, block_rows = 0, block_columns = 0, four_over_six = ALWAYS_SIX; "
+            f"static constexpr bool rht = false, stochastic = false, per_row = false; "
             f"typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
         )
     _expect_built(format)
     rule = format.scaling
     block = format.amax_block or (0, 0)
-    scaling, rounding, pow2, epsilon, bound = "NO_SCALING", "UP", False, 0.0, 1.0
+    scaling, rounding, pow2, epsilon, bound, choice = "NO_SCALING", "UP", False, 0.0, 1.0, None
     if isinstance(rule, Reciprocal):
         scaling, pow2, epsilon = "RECIPROCAL", rule.pow2, rule.epsilon
     elif isinstance(rule, PowerOfTwo):
         scaling, rounding = "POWER_OF_TWO", rule.rounding.upper()
     elif isinstance(rule, TwoLevel):
-        scaling, bound = "TWO_LEVEL", rule.bound
+        scaling, bound, choice = "TWO_LEVEL", rule.bound, rule.four_over_six
     return (
         storage_traits(name, format.storage)
         + f"""    static constexpr int scaling = {scaling}, rounding = {rounding};
-    static constexpr int block_rows = {block[0]}, block_columns = {block[1]};
-    static constexpr bool pow2 = {_cpp(pow2)};
+    static constexpr int block_rows = {block[0]}, block_columns = {min(block[1], MOST_INT)};
+    static constexpr int four_over_six = {_CHOICES[choice]};
+    static constexpr bool pow2 = {_cpp(pow2)}, stochastic = {_cpp(format.is_stochastic)};
+    static constexpr bool per_row = {_cpp(format.measures_rows)};
     static constexpr float epsilon = {_float(epsilon)}, bound = {_float(bound)};
 }};
 """
@@ -184,6 +180,7 @@ def quantize_launch(
     tile = geometry.SQUARE if grouped else geometry.quantize_tile(row, column)
     shared = geometry.quantize_shared_bytes(tile, column) + (geometry.MEMBER_BYTES if grouped else 0)
     blocks = 3 if tile is geometry.WIDE else geometry.min_blocks(dtype, aligned, shared)
+    blocks = min(blocks, geometry.most_blocks(row), geometry.most_blocks(column))
     spans = {
         "RowScales": None if row is None else scale_span(row.storage, "outer", 8),
         "ColumnScales": None if column is None else scale_span(column.storage, "k", 8),
@@ -197,11 +194,42 @@ def quantize_launch(
     return Launch(Source("quantize.cu", "hq_quantize", text), tile, shared)
 
 
-def amax_launch(dtype: str, aligned: bool, grouped: bool = False) -> Launch:
-    """The amax kernel for an input dtype; grouped: one amax a matrix."""
+@dataclass(frozen=True)
+class Measure:
+    """What a part measures before its first code: the amax of the matrix or of each line, of values as it has them."""
+
+    kind: Literal["WHOLE", "LINES"]
+    rotated: bool = False
+
+
+def measures_of(
+    row: Format | None, column: Format | None, given: bool
+) -> tuple[Measure | None, Measure | None, bool]:
+    """What both parts measure, and whether the columnwise one takes the rowwise one's; given: the caller has one."""
+    measures = [None if format is None else _measure_of(format, given) for format in (row, column)]
+    shared = measures[0] is not None and measures[0] == measures[1] == Measure("WHOLE")
+    return measures[0], None if shared else measures[1], shared
+
+
+def _measure_of(format: Format, given: bool) -> Measure | None:
+    if format.measures_rows:
+        return Measure("LINES", format.storage.rht)
+    return Measure("WHOLE", format.storage.rht) if format.measures_amax and not given else None
+
+
+def amax_launch(
+    dtype: str, aligned: bool, grouped: bool = False, row: Measure | None = Measure("WHOLE"),
+    column: Measure | None = None,
+) -> Launch:
+    """The amax kernel for an input dtype, of what two parts measure; grouped: of each matrix."""
     tile = geometry.SQUARE
-    text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, geometry.min_blocks(dtype, aligned, 0))
-    return Launch(Source("amax.cu", "hq_amax", text + _grouped(grouped)), tile, 0)
+    rotated = row is not None and row.rotated, column is not None and column.rotated
+    blocks = min(geometry.min_blocks(dtype, aligned, 0), 3 if any(rotated) else 4)
+    text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, blocks) + _grouped(grouped)
+    for name, measure in (("ROW", row), ("COLUMN", column)):
+        text += f"constexpr int {name} = {'NOTHING' if measure is None else measure.kind};\n"
+        text += f"constexpr bool {name}_ROTATED = {_cpp(measure is not None and measure.rotated)};\n"
+    return Launch(Source("amax.cu", "hq_amax", text), tile, 0)
 
 
 def _spans(storage: Storage, ragged: Axis) -> dict[str, Span | None]:
@@ -227,6 +255,12 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
 def narrow_launch() -> Launch:
     """The kernel that rounds float64 to float32, over a matrix of one row."""
     return Launch(Source("narrow.cu", "hq_narrow", _TILE_CONSTANTS), geometry.NARROW_TILE, 0)
+
+
+def delayed_launch() -> Launch:
+    """The kernel that takes amaxes from those of earlier steps."""
+    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
+    return Launch(Source("delayed.cu", "hq_delayed", text), geometry.HISTORY_TILE, 0)
 
 
 def transpose_launch(storage: Storage) -> Launch:

@@ -130,7 +130,7 @@ def test_no_call_waits_for_the_device(cupy):
         lambda: array.dequantize(source="columnwise"),
         lambda: hq.requantize(array, x, noop=flag),
         lambda: square.with_columnwise(),
-        lambda: repr(array) + array._repr_html_(),
+        lambda: repr(array),  # the HTML card reads a sample of the scales, and so waits
     ]
     flag = cupy.zeros(1, np.int32)
     array = hq.quantize(x, rowwise="mxfp8", columnwise="nvfp4")

@@ -20,7 +20,7 @@ K, N = 96, 64
 @pytest.fixture
 def warm(machine, monkeypatch):  # noqa: F811
     """The module, empty, on a GPU that is not there."""
-    from hqarray import cuda_grouped, cuda_grouped_warm
+    from hqarray import cuda, cuda_grouped, cuda_grouped_warm
 
     for name in ("_products", "_quantized"):
         monkeypatch.setattr(cuda_grouped_warm, name, {})
@@ -28,12 +28,17 @@ def warm(machine, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_grouped_warm, "getDevice", lambda: 0)
     for name, value in {
         "_plans": {}, "stream_of": lambda device: 9, "alloc": lambda nbytes: SimpleNamespace(ptr=1 << 40, device_id=0),
-        "memsetAsync": lambda *values: machine.memsets.append(values), "getDevice": lambda: 0,
+        "getDevice": lambda: 0,
         "kernel_of": machine.kernels.kernel,
         "_uploaded": lambda host, device, stream: (on_device(hash(host)), None),
         "streamIsCapturing": lambda stream: False,
     }.items():
         monkeypatch.setattr(cuda_grouped, name, value)
+    for name, value in {
+        "alloc": lambda nbytes: SimpleNamespace(ptr=1 << 40, device_id=0), "streamIsCapturing": lambda stream: False,
+        "memsetAsync": lambda *values: machine.memsets.append(values),
+    }.items():
+        monkeypatch.setattr(cuda, name, value)
     return cuda_grouped_warm
 
 

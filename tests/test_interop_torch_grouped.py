@@ -9,8 +9,10 @@ from hqarray import testing
 torch = pytest.importorskip("torch")
 
 from hqarray.interop import torch as hqt  # noqa: E402
+from hqarray.interop import torch_linear  # noqa: E402
 from hqarray.interop.torch_arrays import as_array  # noqa: E402
 from hqarray.interop.torch_linear import _sums  # noqa: E402
+from hqarray.rawkernels import traits  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -57,8 +59,13 @@ SIZES = {"ragged": [3, 0, 40, 7], "all_empty": [0, 0, 0, 0], "one": [0, 50, 0, 0
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("recipe", hq.RECIPES)
-def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device):
+@pytest.mark.parametrize("recipe", [name for name, recipe in hq.RECIPES.items() if recipe.delayed is None])
+def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device, monkeypatch):
+    """All draw by one seed: a member of a group draws as if alone."""
+    if device == "cuda" and any(traits.not_built(format) for format in hq.as_recipe(recipe).formats):
+        pytest.skip("no CUDA kernels: test_linear.py has it refused by name")
+    draw = torch_linear._seed
+    monkeypatch.setattr(torch_linear, "_seed", lambda *given: torch.manual_seed(4) and draw(*given))
     sizes = SIZES[case]
     x, w, dy = tensors(device, (50, 64), (4, 48, 64), (50, 48), dtype=dtype)
     y = hqt.grouped_linear(x, w, sizes, recipe)
@@ -70,6 +77,26 @@ def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device
     for i, size in enumerate(sizes):
         assert size or not dw[i].any(), "an empty group has a gradient"
     assert not y[sum(sizes):].any() and not dx[sum(sizes):].any(), "rows of no group"
+
+
+def test_delayed_scaling_has_a_slot_for_each_group_of_each_operand(device):
+    sizes = SIZES["ragged"]
+    x, w, dy = tensors(device, (50, 64), (4, 48, 64), (50, 48))
+    state = hq.DelayedScaling(12, like=x)
+    amaxes = np.arange(1, 13, dtype=np.float32)
+    state.amax[...] = as_array(torch.from_numpy(amaxes).to(device))
+    y = hqt.grouped_linear(x, w, sizes, "fp8_delayed", amax=state[:])
+    y.backward(dy.detach())
+    for i, (start, size) in enumerate(zip((0, 3, 3, 43), sizes, strict=True)):
+        rows = slice(start, start + size)
+        given = torch.from_numpy(amaxes[i::4].copy()).to(device)
+        alone = hqt.linear(x.detach()[rows], w.detach()[i], "fp8_delayed", amax=given)
+        assert_near(y[rows], host(alone), device, 64)
+        recorded = [float(state.current[j]) for j in (i, 4 + i, 8 + i)]
+        largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (x[rows], w[i], dy[rows])]
+        assert recorded == largest
+    with pytest.raises(ValueError, match=r"amax is 12 slots of a DelayedScaling or float32 \(12,\)"):
+        hqt.grouped_linear(x, w, sizes, "fp8_delayed", amax=state[:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,6 +6,8 @@ import pytest
 import hqarray as hq
 from hqarray import testing
 from hqarray.formats import BFLOAT16
+from hqarray.linear import STEP
+from hqarray.rawkernels import traits
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
@@ -18,14 +20,37 @@ def operands(xp, lead=(24,), n=40, k=72, dtype=np.float32):
     return [xp.asarray(testing.matrix("gauss", shape, dtype, seed=seed)) for seed, shape in enumerate(shapes)]
 
 
+AMAX = np.array([5, 3, 7], np.float32)
+
+
+def given(xp, recipe):
+    """What a recipe needs besides the operands."""
+    return {"seed": 5, "amax": xp.asarray(AMAX) if hq.RECIPES[recipe].delayed else None}
+
+
+def refused(xp, recipe):
+    """Whether a recipe has no kernels on a GPU; then that it says so."""
+    if xp is np or not any(traits.not_built(format) for format in hq.RECIPES[recipe].formats):
+        return False
+    x, w, dy = operands(xp)
+    with pytest.raises(NotImplementedError, match="no CUDA kernels yet"):
+        hq.linear_backward(dy, hq.linear_forward(x, w, recipe, **given(xp, recipe))[1])
+    return True
+
+
 @pytest.mark.parametrize("recipe", hq.RECIPES)
 def test_the_three_products_are_those_of_the_recipes_formats(xp, recipe):
+    if refused(xp, recipe):
+        return
     x, w, dy = operands(xp)
-    y, saved = hq.linear_forward(x, w, recipe)
+    y, saved = hq.linear_forward(x, w, recipe, **given(xp, recipe))
     dx, dw = hq.linear_backward(dy, saved)
     pairs = hq.as_recipe(recipe)
-    hx, hw, hdy = (hq.quantize(values, rowwise=pairs[role][0], columnwise=pairs[role][1])
-                   for role, values in (("input", x), ("weight", w), ("grad_output", dy)))
+    hx, hw, hdy = (
+        hq.quantize(values, rowwise=pairs[role][0], columnwise=pairs[role][1], columnwise_source=pairs.source(role),
+                    amax=AMAX[i] if pairs.delayed else None, seed=5 + i * STEP % 2**64)
+        for i, (role, values) in enumerate((("input", x), ("weight", w), ("grad_output", dy)))
+    )
     testing.assert_bitwise_equal(y, hx @ hw.T)
     testing.assert_bitwise_equal(dx, hdy @ hw)
     testing.assert_bitwise_equal(dw, hdy.T @ hx)
@@ -33,8 +58,10 @@ def test_the_three_products_are_those_of_the_recipes_formats(xp, recipe):
 
 @pytest.mark.parametrize("recipe", hq.RECIPES)
 def test_gradients_are_close_to_the_unquantized_ones(xp, recipe):
+    if refused(xp, recipe):
+        return
     x, w, dy = operands(xp)
-    y, saved = hq.linear_forward(x, w, recipe)
+    y, saved = hq.linear_forward(x, w, recipe, **given(xp, recipe))
     results = (y, *hq.linear_backward(dy, saved))
     for actual, exact in zip(results, (x @ w.T, dy @ w, dy.T @ x), strict=True):
         error = float(xp.linalg.norm(actual - exact) / xp.linalg.norm(exact))
@@ -43,9 +70,11 @@ def test_gradients_are_close_to_the_unquantized_ones(xp, recipe):
 
 def test_saved_holds_columnwise_parts_only_and_the_recipe(xp):
     x, w, _ = operands(xp)
+    if refused(xp, "mxfp8_forward_nvfp4_backward"):
+        return
     _, saved = hq.linear_forward(x, w, "mxfp8_forward_nvfp4_backward")
     for array in (saved.x, saved.w):
-        assert [(name, part.format.name) for name, part in array.parts()] == [("columnwise", "nvfp4")]
+        assert [(name, type(part.format)) for name, part in array.parts()] == [("columnwise", hq.NVFP4)]
     assert saved.recipe is hq.RECIPES["mxfp8_forward_nvfp4_backward"]
     assert saved.nbytes == saved.x.nbytes + saved.w.nbytes
 
@@ -84,8 +113,8 @@ def _host(array):
 def test_a_weight_is_quantized_once_where_it_is_passed_quantized(xp):
     x, w, dy = operands(xp)
     hw = hq.quantize(w, rowwise="nvfp4_16x16", columnwise="nvfp4_16x16")
-    y, saved = hq.linear_forward(x, hw, "nvfp4")
-    testing.assert_bitwise_equal(y, hq.linear_forward(x, w, "nvfp4")[0])
+    y, saved = hq.linear_forward(x, hw, "nvfp4_nearest")
+    testing.assert_bitwise_equal(y, hq.linear_forward(x, w, "nvfp4_nearest")[0])
     assert saved.w.columnwise is hw.columnwise
     with pytest.raises(ValueError, match=r"w is HybridArray.*the recipe wants rowwise=mxfp8, columnwise=mxfp8"):
         hq.linear_forward(x, hw, "mxfp8")
@@ -104,6 +133,37 @@ def test_unquantized_directions_take_the_dtype_of_their_array(xp):
     y, saved = hq.linear_forward(x, w, recipe)
     np.testing.assert_allclose(_host(y), _host(x @ w.T), rtol=1e-4, atol=1e-4)
     hq.linear_backward(dy, saved)
+
+
+def test_delayed_scaling_needs_its_amaxes_and_says_how(xp):
+    x, w, _ = operands(xp)
+    with pytest.raises(ValueError, match=r"pass amax=, 3 slots of state = hq.DelayedScaling\(3 \* layers"):
+        hq.linear_forward(x, w, "fp8_delayed")
+    for wrong in (xp.ones(2, np.float32), hq.DelayedScaling(4, like=x)[:]):
+        with pytest.raises(ValueError, match=r"amax is 3 slots of a DelayedScaling or float32 \(3,\): x, w"):
+            hq.linear_forward(x, w, "fp8_delayed", amax=wrong)
+
+
+def test_slots_of_delayed_scaling_are_used_and_record_the_operands(xp):
+    x, w, dy = operands(xp)
+    state = hq.DelayedScaling(6, hq.Delayed(length=4), like=x)
+    state.amax[3:] = xp.asarray(AMAX)
+    y, saved = hq.linear_forward(x, w, "fp8_delayed", amax=state[3:])
+    dx, dw = hq.linear_backward(dy, saved)
+    plain, kept = hq.linear_forward(x, w, "fp8_delayed", amax=xp.asarray(AMAX))
+    for actual, wanted in zip((y, dx, dw), (plain, *hq.linear_backward(dy, kept)), strict=True):
+        testing.assert_bitwise_equal(actual, wanted)
+    assert _host(state.current).tolist() == [0, 0, 0, *(float(abs(values).max()) for values in (x, w, dy))]
+
+
+def test_amaxes_are_given_to_formats_that_have_one_alone(xp):
+    """Static scaling: float32 (3,) with any recipe; the input is MXFP8 in both directions here."""
+    x, w, dy = operands(xp)
+    recipe = hq.Recipe("mxfp8", ("mxfp8", "fp8_e4m3"), ("fp8_e4m3", "mxfp8"))
+    _, saved = hq.linear_forward(x, w, recipe, amax=xp.asarray(AMAX))
+    assert _host(saved.w.columnwise.amax).tolist() == [3]
+    dx, _ = hq.linear_backward(dy, saved)
+    testing.assert_bitwise_equal(dx, hq.quantize(dy, rowwise="fp8_e4m3", amax=7.0) @ saved.w)
 
 
 def test_shapes_that_do_not_fit_are_named(xp):

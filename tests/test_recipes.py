@@ -1,10 +1,12 @@
 """Recipes: names, pairs, and which part of an operand each product reads."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray.recipes import PRODUCTS, ROLES, Recipe, as_recipe
+from hqarray.recipes import PRODUCTS, ROLES, Delayed, Recipe, as_recipe
 
 
 @pytest.mark.parametrize("name", hq.RECIPES)
@@ -13,7 +15,7 @@ def test_name_and_recipe_are_inverse(name: str) -> None:
     assert recipe.name == name
     assert as_recipe(name) is recipe
     assert as_recipe(recipe) is recipe
-    assert hash(recipe) == hash(Recipe(*(recipe[role] for role in ROLES)))
+    assert hash(recipe) == hash(Recipe(*(recipe[role] for role in ROLES), recipe.from_rows, recipe.delayed))
 
 
 @pytest.mark.parametrize("name", hq.FORMATS)
@@ -31,19 +33,34 @@ def test_formats_of_the_named_recipes() -> None:
         return ["/".join(format.name for format in hq.RECIPES[recipe][role]) for role in ROLES]
 
     assert names("fp8") == ["fp8_e4m3/fp8_e4m3"] * 3
-    assert names("fp8_e5m2_gradient") == ["fp8_e4m3/fp8_e4m3"] * 2 + ["fp8_e5m2/fp8_e5m2"]
-    assert names("mxfp8_forward_nvfp4_backward") == ["mxfp8/nvfp4"] * 2 + ["nvfp4/nvfp4"]
+    for name in ("fp8_current", "fp8_delayed"):
+        assert names(name) == ["fp8_e4m3/fp8_e4m3"] * 2 + ["fp8_e5m2/fp8_e5m2"]
+    gradient = "nvfp4(rounding=stochastic)/nvfp4(rht=true,rounding=stochastic)"
+    assert names("mxfp8_forward_nvfp4_backward") == ["mxfp8/nvfp4(rht=true)", "mxfp8/nvfp4", gradient]
+    assert names("nvfp4") == ["nvfp4/nvfp4(rht=true)", "nvfp4_16x16/nvfp4_16x16", gradient]
+    assert names("nvfp4_row_forward_mxfp8_backward") == ["nvfp4_row/mxfp8", "nvfp4/mxfp8", "mxfp8/mxfp8"]
+    assert names("nvfp4_forward_bf16_backward") == ["nvfp4/bf16"] * 2 + ["bf16/bf16"]
     block = "fp8_block_128x128_pow2/fp8_block_128x128_pow2"
     assert names("mxfp8_fp8_block_weight") == ["mxfp8/mxfp8", block, "mxfp8/mxfp8"]
-    assert names("nvfp4") == ["nvfp4/nvfp4", "nvfp4_16x16/nvfp4_16x16", "nvfp4/nvfp4"]
+    assert names("nvfp4_nearest") == ["nvfp4/nvfp4", "nvfp4_16x16/nvfp4_16x16", "nvfp4/nvfp4"]
 
 
 def test_hybrid_products_read_the_formats_they_are_named_for() -> None:
     recipe = hq.RECIPES["mxfp8_forward_nvfp4_backward"]
-    mxfp8, nvfp4 = hq.FORMATS["mxfp8"], hq.FORMATS["nvfp4"]
+    mxfp8, nvfp4 = hq.MX(), hq.NVFP4()
     assert {product: recipe.product(product) for product in PRODUCTS} == {
-        "fprop": (mxfp8, mxfp8), "dgrad": (nvfp4, nvfp4), "wgrad": (nvfp4, nvfp4),
+        "fprop": (mxfp8, mxfp8), "dgrad": (hq.NVFP4(rounding="stochastic"), nvfp4),
+        "wgrad": (hq.NVFP4(rht=True, rounding="stochastic"), hq.NVFP4(rht=True)),
     }
+
+
+def test_recipes_of_nvfp4_round_gradients_alone_at_random_and_rotate_both_operands_of_wgrad() -> None:
+    for name in ("nvfp4", "nvfp4_1d_weight", "mxfp8_forward_nvfp4_backward"):
+        recipe = hq.RECIPES[name]
+        assert [recipe.stochastic(role) for role in ROLES] == [False, False, True]
+        for product in PRODUCTS:
+            assert [format.storage.rht for format in recipe.product(product)] == [product == "wgrad"] * 2
+    assert not any(hq.RECIPES["nvfp4_nearest"].stochastic(role) for role in ROLES)
 
 
 def test_products_table_says_what_matmul_reads() -> None:
@@ -67,6 +84,62 @@ def test_products_table_says_what_matmul_reads() -> None:
                         multiply[product](lacking)
                 else:
                     multiply[product](lacking)
+
+
+def test_former_name_is_still_understood() -> None:
+    assert as_recipe("fp8_e5m2_gradient") is hq.RECIPES["fp8_current"]
+
+
+def test_columns_come_from_rows_where_the_backward_pass_should_see_the_forward_one() -> None:
+    """TransformerEngine's factories take weights, and for a wide backward pass inputs, from what the rows became."""
+    from_rows = {name: recipe.from_rows for name, recipe in hq.RECIPES.items() if recipe.from_rows}
+    both = ("input", "weight")
+    assert from_rows == {
+        "nvfp4_1d_weight": ("weight",), "mxfp8_forward_nvfp4_backward": ("weight",),
+        "mxfp8_forward_bf16_backward": both, "nvfp4_forward_bf16_backward": both,
+        "nvfp4_row_forward_bf16_backward": both, "nvfp4_row_forward_mxfp8_backward": both,
+    }
+    recipe = Recipe("mxfp8", "mxfp8", "mxfp8", from_rows=["weight", "input"])  # type: ignore[arg-type]
+    assert recipe.from_rows == both and recipe == Recipe("mxfp8", "mxfp8", "mxfp8", both)
+    assert [recipe.source(role) for role in ROLES] == ["rowwise_dequantized"] * 2 + ["original"]
+
+
+def test_names_tell_recipes_apart() -> None:
+    plain = Recipe("fp8_e5m2", "fp8_e5m2", "fp8_e5m2")
+    derived = Recipe("fp8_e5m2", "fp8_e5m2", "fp8_e5m2", ("input",))
+    delayed = Recipe("fp8_e5m2", "fp8_e5m2", "fp8_e5m2", (), Delayed(16, "most_recent"))
+    assert plain.name == "fp8_e5m2"
+    assert derived.name.endswith(",from_rows=input")
+    assert delayed.name.endswith(",delayed=most_recent16")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"from_rows": "weight"}, ValueError, "from_rows='weight' is not a tuple of 'input', 'weight', 'grad_output'"),
+        ({"from_rows": ("output",)}, ValueError, "is not a tuple of 'input'"),
+        ({"delayed": 16}, TypeError, "delayed=16 is int; give Delayed"),
+        ({"delayed": Delayed()}, ValueError, "FP8, NVFP4.; mxfp8 measure each block"),
+    ],
+)
+def test_fields_beside_formats_are_checked(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Recipe("mxfp8", "mxfp8", "mxfp8", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"length": 0}, ValueError, "length=0 keeps nothing"),
+        ({"length": 2.0}, TypeError, "length=2.0 is float; give an integer"),
+        ({"margin": True}, TypeError, "margin=True is bool"),
+        ({"margin": 101}, ValueError, "between -100 and 100"),
+        ({"take": "mean"}, ValueError, "take='mean' is not 'max' or 'most_recent'"),
+    ],
+)
+def test_rule_of_delayed_scaling_is_checked(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Delayed(**given)
 
 
 def test_fields_take_names_formats_and_pairs() -> None:

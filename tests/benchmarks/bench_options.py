@@ -1,0 +1,66 @@
+"""NVFP4's options on the GPU beside plain nvfp4, and other formats of the same bytes: quantize, amax included.
+
+    python tests/benchmarks/bench_options.py [--size 16384] [--rounds 30] [--json FILE]
+
+bf16, both parts and rows alone. The issue's goal is 1.3 of the plain call for a Hadamard transform of the columns,
+four-over-six and stochastic rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import cupy
+import numpy as np
+from bench_quantize import median_us
+
+import hqarray as hq
+from hqarray.formats import BFLOAT16, Format
+
+GOAL = 1.3
+PLAIN = hq.NVFP4()
+CASES: dict[str, tuple[Format | None, Format | None, Format | None, Format | None]] = {
+    # name: the pair, and the plain one
+    "rht of the columns": (PLAIN, hq.NVFP4(rht=True), PLAIN, PLAIN),
+    "rht of columns alone": (None, hq.NVFP4(rht=True), None, PLAIN),
+    "rht of rows alone": (hq.NVFP4(rht=True), None, PLAIN, None),
+    "stochastic": (hq.NVFP4(rounding="stochastic"), hq.NVFP4(rounding="stochastic"), PLAIN, PLAIN),
+    "stochastic, rows": (hq.NVFP4(rounding="stochastic"), None, PLAIN, None),
+    "stochastic, columns with rht": (
+        hq.NVFP4(rounding="stochastic"), hq.NVFP4(rounding="stochastic", rht=True), PLAIN, PLAIN),
+    "four_over_six mae": (hq.NVFP4(four_over_six="mae"), hq.NVFP4(four_over_six="mae"), PLAIN, PLAIN),
+    "four_over_six mse, rows": (hq.NVFP4(four_over_six="mse"), None, PLAIN, None),
+    "four_over_six mse, squares": (
+        hq.NVFP4((16, 16), four_over_six="mse"), hq.NVFP4((16, 16), four_over_six="mse"), hq.NVFP4((16, 16)),
+        hq.NVFP4((16, 16))),
+    "nvfp4_row": (hq.NVFP4(per_row=True), hq.NVFP4(per_row=True), PLAIN, PLAIN),
+    "fp8_row": (hq.FP8(per_row=True), hq.FP8(per_row=True), hq.FP8(), hq.FP8()),
+    "mxfp8_32x32": (hq.MX(block=(32, 32)), hq.MX(block=(32, 32)), hq.MX(), hq.MX()),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    shape = (options.size, options.size)
+    x = cupy.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(BFLOAT16)
+    results = {}
+    for name, (row, column, plain_row, plain_column) in CASES.items():
+        plain = median_us(lambda r=plain_row, c=plain_column: hq.quantize(x, rowwise=r, columnwise=c), options.rounds)
+        ours = median_us(lambda r=row, c=column: hq.quantize(x, rowwise=r, columnwise=c, seed=1), options.rounds)
+        again = median_us(lambda r=plain_row, c=plain_column: hq.quantize(x, rowwise=r, columnwise=c), options.rounds)
+        ratio = 2 * ours / (plain + again)
+        results[name] = {"us": ours, "plain_us": (plain + again) / 2, "ratio": ratio}
+        mark = "" if ratio <= GOAL else " *"
+        print(f"{name:30} {ours:8.1f} us  plain {(plain + again) / 2:8.1f} us  {ratio:.3f}{mark}", flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
