@@ -9,14 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hqarray.formats import FORMATS, Format, Storage, as_format
+from hqarray.formats import FORMATS, NVFP4, Format, Storage, as_format
 from hqarray.groups import Axis
+from hqarray.recipes import RECIPES, ROLES
 
 from . import loader, traits
 from .loader import Resources
-
-BUILT: dict[str, Format] = {name: format for name, format in FORMATS.items() if traits.not_built(format) is None}
-"""The rows of FORMATS that there are kernels for to quantize."""
 
 STORED: dict[str, Format] = FORMATS | {name: as_format(name) for name in ("nvfp4(rht=true)",)}
 """Formats by whose storages parts are decoded: FORMATS, and the option that stores a part differently."""
@@ -65,7 +63,7 @@ class Specialisation:
 
 def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
     """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other."""
-    formats = list(BUILT.items())
+    formats = list(FORMATS.items())
     storages, moved = _storages(STORED), _storages({n: format for n, format in STORED.items() if format.transposable})
     for storage, name in moved.items():
         yield Specialisation(f"transpose {name}", traits.transpose_launch(storage).source, True)
@@ -74,6 +72,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)
+        yield from _of_recipes()
     for dtype in dtypes:
         for aligned in (True, False):
             main = dtype == "bfloat16" and aligned
@@ -94,6 +93,21 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _of_recipes() -> Iterator[Specialisation]:
+    """Pairs that recipes name beside the rows of FORMATS, and four-over-six, which none does; with their amaxes."""
+    known = set(FORMATS.values())
+    pairs = [recipe[role] for recipe in RECIPES.values() for role in ROLES]
+    pairs += [(format, format) for format in (NVFP4(four_over_six="mae"), NVFP4((16, 16), four_over_six="mse"))]
+    for row, column in dict.fromkeys(pairs):
+        if {row, column} <= known:
+            continue
+        name = f"{row.name} / {column.name} bfloat16"
+        yield Specialisation(f"quantize {name}", traits.quantize_launch(row, column, "bfloat16", True).source, False)
+        first, second, _ = traits.measures_of(row, column, False)
+        source = traits.amax_launch("bfloat16", True, row=first, column=second).source
+        yield Specialisation(f"amax {name}", source, False)
 
 
 def _storages(formats: dict[str, Format]) -> dict[Storage, str]:

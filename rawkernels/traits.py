@@ -59,18 +59,6 @@ def _is_built(element: Element) -> bool:
     return held and halves and element.bias >= 0
 
 
-def not_built(format: Format) -> str | None:
-    """What the kernels lack to quantize to a format; None where they have it. They decode every storage."""
-    return None
-
-
-def _expect_built(format: Format) -> None:
-    lacking = not_built(format)
-    if lacking is not None:
-        raise NotImplementedError(
-            f"{format.name} has no CUDA kernels yet that quantize: they lack {lacking}; quantize NumPy arrays "
-            f"(cupy.asnumpy)"
-        )
 
 
 def storage_traits(name: str, storage: Storage) -> str:
@@ -104,7 +92,6 @@ def format_traits(name: str, format: Format | None) -> str:
             f"static constexpr bool rht = false, stochastic = false, per_row = false; "
             f"typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
         )
-    _expect_built(format)
     rule = format.scaling
     block = format.amax_block or (0, 0)
     scaling, rounding, pow2, epsilon, bound, choice = "NO_SCALING", "UP", False, 0.0, 1.0, None
@@ -188,6 +175,7 @@ def quantize_launch(
     text = (
         f"typedef {wide(dtype)} Input;\n"
         + _tile(tile, aligned, blocks, geometry.min_blocks_before_sm_89(row, column, blocks))
+        + f"constexpr u32 SIGNS = {SIGNS:#x};\n"
         + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n"
         + _grouped(grouped, **spans) + format_traits("Row", row) + format_traits("Column", column)
     )
@@ -225,7 +213,8 @@ def amax_launch(
     tile = geometry.SQUARE
     rotated = row is not None and row.rotated, column is not None and column.rotated
     blocks = min(geometry.min_blocks(dtype, aligned, 0), 3 if any(rotated) else 4)
-    text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, blocks) + _grouped(grouped)
+    text = f"typedef {wide(dtype)} Input;\nconstexpr u32 SIGNS = {SIGNS:#x};\n"
+    text += _tile(tile, aligned, blocks) + _grouped(grouped)
     for name, measure in (("ROW", row), ("COLUMN", column)):
         text += f"constexpr int {name} = {'NOTHING' if measure is None else measure.kind};\n"
         text += f"constexpr bool {name}_ROTATED = {_cpp(measure is not None and measure.rotated)};\n"
@@ -259,8 +248,7 @@ def narrow_launch() -> Launch:
 
 def delayed_launch() -> Launch:
     """The kernel that takes amaxes from those of earlier steps."""
-    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
-    return Launch(Source("delayed.cu", "hq_delayed", text), geometry.HISTORY_TILE, 0)
+    return Launch(Source("delayed.cu", "hq_delayed", _TILE_CONSTANTS), geometry.HISTORY_TILE, 0)
 
 
 def transpose_launch(storage: Storage) -> Launch:

@@ -135,6 +135,7 @@ static unsigned host_half(float value) { return value == value ? unsigned(packed
 static unsigned __vminu2(unsigned, unsigned) { abort(); }
 static int __float_as_int(float) { abort(); }
 static float __fmaf_rn(float, float, float) { abort(); }
+static float __fadd_rz(float, float) { abort(); }
 static int min(int, int) { abort(); }
 
 // --- launch -------------------------------------------------------------------------------------

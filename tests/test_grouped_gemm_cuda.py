@@ -10,10 +10,9 @@ from test_grouped_cuda import device_sizes
 
 import hqarray as hq
 from hqarray import cublaslt, cublaslt_grouped, testing
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.groups import SIZE_KINDS
 from hqarray.layout import round_up
-from hqarray.rawkernels.catalogue import BUILT
 
 pytestmark = pytest.mark.gpu
 
@@ -156,14 +155,14 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
 
 
 @named("sizes", [SIZES["ragged"], SIZES["one row each"], [300, 0, 513], SIZES["1024 groups"]], ids=str)
-@named("name", BUILT)
+@named("name", FORMATS)
 def test_members_are_decoded_exactly(cupy, name, sizes):
     """The terms of an element add up to its value but for the scale of the whole member, whose power of two is in."""
     from hqarray import cuda, cuda_grouped_sides
     from hqarray.cuda_calls import Scratch
     from hqarray.cuda_grouped import groups_of
 
-    storage = BUILT[name].storage
+    storage = FORMATS[name].storage
     terms = storage.bf16_terms
     g = activations(cupy, sizes, 136, name, name, extra=3, values="wide")
     device = cupy.cuda.Device().id

@@ -10,13 +10,12 @@ import pytest
 
 import hqarray as hq
 from hqarray import formats, testing
-from hqarray.formats import BFLOAT16, ELEMENTS, MX, Element, FP8Block, as_format
+from hqarray.formats import BFLOAT16, ELEMENTS, FORMATS, MX, Element, FP8Block, as_format
 from hqarray.rawkernels import catalogue, geometry, loader, traits
-from hqarray.rawkernels.catalogue import BUILT
 
 KERNELS = sorted(loader.SOURCES.glob("*.cu"))
-NAMES = list(BUILT)
-ROWS = list(BUILT.values())
+NAMES = list(FORMATS)
+ROWS = list(FORMATS.values())
 PAIRS = [pair for pair in itertools.product([None, *ROWS], repeat=2) if pair != (None, None)]
 MOST_SHARED = 99 << 10
 """Bytes a block may have on sm_86, sm_89 and sm_120, the least of all; an H200 gives 227 KiB."""
@@ -133,7 +132,7 @@ def test_staged_columns_take_a_tile_of_codes(bits, transposed, expected):
                                              ("mxfp4", "fp32")])
 def test_shared_memory_is_what_the_kernel_takes(row, column):
     """The kernel refuses less than its struct; the number given is at most one table larger."""
-    pair = (None if name is None else BUILT[name] for name in (row, column))
+    pair = (None if name is None else FORMATS[name] for name in (row, column))
     launch = traits.quantize_launch(*pair, "float32", True)
     table = 128 * 4 + 16
     given = f"SHARED_BYTES = {launch.shared_bytes};"
@@ -194,14 +193,16 @@ def test_spans_of_whole_rows_are_told_in_31_bits():
                 assert (1 << 31) - (1 << 20) + int(divide) - 1 < 1 << 32, "a size that a kernel rounds up overflows"
 
 
-def test_every_stored_format_is_decoded():
+def test_only_what_quantizing_lacks_is_refused():
+    with pytest.raises(NotImplementedError, match="has no CUDA kernels yet that quantize"):
+        traits.quantize_launch(formats.NVFP4(rounding="stochastic"), None, "bfloat16", True)
     for row in catalogue.STORED.values():
         assert traits.dequantize_launch(row.storage, "bfloat16", False, True).source.file == "dequantize.cu"
 
 
 def test_left_out_direction_is_not_present():
     assert "present = false" in traits.format_traits("Column", None)
-    assert "present = true" in traits.format_traits("Row", BUILT["mxfp8"])
+    assert "present = true" in traits.format_traits("Row", FORMATS["mxfp8"])
 
 
 def test_two_names_of_one_row_share_their_kernels():
@@ -236,7 +237,7 @@ def test_an_added_element_needs_no_cuda_file(e3m4):
     mx, block = MX("e3m4"), FP8Block("e3m4")
     launches = [
         traits.quantize_launch(mx, mx, "bfloat16", True), traits.quantize_launch(mx, block, "float32", True),
-        traits.quantize_launch(BUILT["mxfp4"], mx, "bfloat16", False),
+        traits.quantize_launch(FORMATS["mxfp4"], mx, "bfloat16", False),
         *(traits.dequantize_launch(mx.storage, "bfloat16", turned, True) for turned in (False, True)),
     ]
     for launch in launches:
@@ -248,7 +249,7 @@ def test_an_added_element_needs_no_cuda_file(e3m4):
                                      Element("e6m1", 6, 1, 31, "ieee"), Element("e4m3_low", 4, 3, 30, "nan")],
                          ids=lambda element: element.name)
 def test_element_that_the_kernels_would_get_wrong_is_refused(element):
-    storage = replace(BUILT["mxfp8"].storage, element=element)
+    storage = replace(FORMATS["mxfp8"].storage, element=element)
     with pytest.raises(NotImplementedError, match=f"{element.name} has no CUDA kernels"):
         traits.dequantize_launch(storage, "bfloat16", False, True)
 
@@ -256,11 +257,11 @@ def test_element_that_the_kernels_would_get_wrong_is_refused(element):
 def test_hardware_conversions_serve_only_the_elements_they_know():
     for element in (Element("e4m3_ieee", 4, 3, 7, "ieee"), Element("e5m2_low", 5, 2, 16, "ieee"),
                     Element("e2m3_nan", 2, 3, 1, "nan"), Element("e3m4", 3, 4, 3, "nan")):
-        text = traits.storage_traits("Part", replace(BUILT["mxfp8"].storage, element=element))
+        text = traits.storage_traits("Part", replace(FORMATS["mxfp8"].storage, element=element))
         assert "hardware_fp8 = false" in text
         assert "hardware_fp6 = false" in text
     for name in ("e4m3", "e5m2"):
-        text = traits.storage_traits("Part", replace(BUILT["mxfp8"].storage, element=ELEMENTS[name]))
+        text = traits.storage_traits("Part", replace(FORMATS["mxfp8"].storage, element=ELEMENTS[name]))
         assert "hardware_fp8 = true" in text
 
 
@@ -286,7 +287,7 @@ def compiled():
 def test_main_kernels_are_of_every_format(compiled):
     names = {kernel.name for kernel in compiled}
     stored = {}
-    for name in BUILT:
+    for name in FORMATS:
         assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16",
                 f"quantize {name} / {name} bfloat16"} <= names
     for name, row in catalogue.STORED.items():
