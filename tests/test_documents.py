@@ -81,6 +81,10 @@ def report(line: str, folder: Path) -> None:
     assert (folder / "r.html").read_text().startswith("<!DOCTYPE html>")
 
 
+def train(line: str, folder: Path) -> None:
+    assert main([*shlex.split(line)[3:], "--size", "tiny", "--steps", "2"]) == 0
+
+
 def kernels(line: str, folder: Path) -> None:
     """One kernel of those that the command takes: all of them are compiled by .ci/run."""
     from test_rawkernels_loader import has_compiler
@@ -129,6 +133,7 @@ SHELL: list[tuple[str, Callable[[str, Path], None]]] = [
     (r"pip install .*", install),
     (r"python -m hqarray convert .*", convert),
     (r"python -m hqarray report .*", report),
+    (r"python -m hqarray train", train),
     (r"python -m hqarray\.rawkernels.*", kernels),
     (r"pytest -m gpu|compute-sanitizer .*|python tests/benchmarks/.*", on_a_gpu),
     (r"sphinx-build .*", built),
