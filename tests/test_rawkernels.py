@@ -214,7 +214,8 @@ def test_every_row_is_in_the_catalogue_in_each_direction():
     names = {kernel.name for kernel in catalogue.specialisations()}
     everything = {kernel.name for kernel in catalogue.specialisations(pairs=True)}
     for name, dtype in itertools.product(NAMES, catalogue.DTYPES):
-        assert {f"quantize {name} / {name} {dtype}", f"quantize {name} / {name} {dtype} unaligned"} <= names
+        assert f"quantize {name} / {name} {dtype}" in names
+        assert (f"quantize {name} / {name} {dtype} unaligned" in names) == (dtype != "float16")
         for pair in (f"{name} / -", f"- / {name}"):
             assert {f"quantize {pair} {dtype}", f"quantize {pair} {dtype} unaligned"} <= everything
             assert f"quantize {pair} bfloat16" in names
