@@ -18,6 +18,7 @@ from . import cublaslt, cuda, gemm
 from .arrays import HybridArray, QuantizedArray
 from .buffers import Packed
 from .cuda_calls import Call, Decode, Finish, Scratch, Side, Spread, Tile, memory_of
+from .cuda_launch import Kernel
 from .formats import ROW, HighPrecision, Storage
 from .layout import Array, PartLayout, Tiled128x4, part_layout, round_up
 from .rawkernels import traits
@@ -208,7 +209,7 @@ def _name(array: Array | None) -> str | None:
     return None if array is None else array.dtype.name
 
 
-def _finish_kernel(finish: traits.Finish, m: int, n: int, device: int) -> cuda.Kernel:
+def _finish_kernel(finish: traits.Finish, m: int, n: int, device: int) -> Kernel:
     return cuda._kernel(traits.finish_launch(finish), m, n, device)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import cublaslt_grouped
-from .cuda import kernel_of
 from .cuda_calls import Scratch
 from .cuda_grouped import Groups
+from .cuda_launch import kernel_of
 from .formats import Storage
 from .grouped_parts import GroupedPart
 from .groups import SIZE_KINDS, Axis, Sizes, Span

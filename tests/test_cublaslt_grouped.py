@@ -247,14 +247,14 @@ def machine(monkeypatch):
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt.handles, "of", lambda device: 7)
     monkeypatch.setattr(cuda, "getDevice", lambda: 0)
-    monkeypatch.setattr(cuda, "stream_of", lambda device: 9)
     for name, value in {
         "_plans": {}, "_calls": {}, "kernel_of": kernels.kernel, "getDevice": lambda: 0,
+        "stream_of": lambda device: 9,
         "chip_of": lambda device: HOPPER,
         "streamIsCapturing": lambda stream: machine.is_capturing,
         "alloc": lambda nbytes: SimpleNamespace(ptr=next(taken)),
         "_constants": lambda device: (50, 51), "workspace": lambda *place: machine.workspaces.append(place) or 777,
-        "memsetAsync": lambda *values: machine.memsets.append(values), "_captured": [],
+        "memsetAsync": lambda *values: machine.memsets.append(values), "captured": [],
         "groups_of": lambda sizes: (4242 if sizes.each is None else 0, SIZE_KINDS.index(sizes.kind), sizes.num_groups,
                                     sizes.each or 0, sizes.capacity, sizes.alignment),
     }.items():
@@ -595,7 +595,7 @@ def test_a_captured_call_has_arrays_of_its_own(machine):
     machine.multiply(asked)
     used = [values[33] for _, _, values in machine.kernels.of("hq_group_gemm")]
     assert used[0] == used[3] and len(set(used)) == 3
-    assert len(machine.module._captured) == 4, "scratch memory and arrays of each captured call"
+    assert len(machine.module.captured) == 4, "scratch memory and arrays of each captured call"
 
 
 @named("change", [{"m": 40}, {"n": 72}, {"capacity": 30}, {"dtype": FLOAT32}, {"alignment": 2}, {"activation": "gelu"},

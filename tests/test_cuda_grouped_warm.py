@@ -19,7 +19,7 @@ K, N = 96, 64
 @pytest.fixture
 def warm(machine, monkeypatch):  # noqa: F811
     """The module, empty, on a GPU that is not there."""
-    from hqarray import cuda, cuda_grouped, cuda_grouped_warm
+    from hqarray import cuda_grouped, cuda_grouped_warm, cuda_launch
 
     for name in ("_products", "_quantized"):
         monkeypatch.setattr(cuda_grouped_warm, name, {})
@@ -37,7 +37,7 @@ def warm(machine, monkeypatch):  # noqa: F811
         "alloc": lambda nbytes: SimpleNamespace(ptr=1 << 40, device_id=0), "streamIsCapturing": lambda stream: False,
         "memsetAsync": lambda *values: machine.memsets.append(values),
     }.items():
-        monkeypatch.setattr(cuda, name, value)
+        monkeypatch.setattr(cuda_launch, name, value)
     return cuda_grouped_warm
 
 
