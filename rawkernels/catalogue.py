@@ -20,6 +20,9 @@ STORED: dict[str, Format] = FORMATS | {name: as_format(name) for name in ("nvfp4
 """Formats by whose storages parts are decoded: FORMATS, and the option that stores a part differently."""
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+FEW_ARCHES = ("sm_80", "sm_90a")
+"""What kernels that are not main ones are compiled for by default: without FP8 conversions and with them."""
+
 DTYPES = ("bfloat16", "float16", "float32")
 AXES: tuple[Axis, ...] = ("outer", "k")
 
@@ -179,18 +182,20 @@ def _processes(jobs: int | None) -> ProcessPoolExecutor:
 
 
 def compile_all(
-    kernels: list[Specialisation], arches: Iterable[str], jobs: int | None = None
+    kernels: list[Specialisation], arches: Iterable[str] | None = None, jobs: int | None = None
 ) -> Iterator[tuple[Specialisation, dict[str, Resources]]]:
-    """Each kernel with what it takes on each architecture."""
-    arches = list(arches)
-    sources = list(dict.fromkeys(kernel.source for kernel in kernels))  # formats that are stored alike share some
-    work = [(source, arch) for source in sources for arch in arches]
+    """Each kernel with what it takes on each architecture; None: main ones on all of ARCHES, others on FEW_ARCHES."""
+    wanted: dict[loader.Source, tuple[str, ...]] = {}  # formats that are stored alike share a source
+    for kernel in kernels:
+        own = ARCHES if kernel.main else FEW_ARCHES
+        wanted[kernel.source] = max(wanted.get(kernel.source, ()), own, key=len) if arches is None else tuple(arches)
+    work = [(source, arch) for source, own in wanted.items() for arch in own]
     with _processes(jobs) as pool:
         used = pool.map(_resources, work, chunksize=8)
         known: dict[loader.Source, dict[str, Resources]] = {}
         for kernel in kernels:
             if kernel.source not in known:
-                known[kernel.source] = {arch: next(used) for arch in arches}
+                known[kernel.source] = {arch: next(used) for arch in wanted[kernel.source]}
             yield kernel, known[kernel.source]
 
 
