@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,17 @@ class DelayedScaling:
 
     def __init__(self, count: int, rule: Delayed | None = None, *, like: Any = None) -> None:
         """State of count matrices, zero, where `like` is: a NumPy or CuPy array or a tensor; None: on the host."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 0:
             raise ValueError(f"count is a number of matrices, such as 3 for each linear layer, not {count!r}")
         if rule is not None and not isinstance(rule, Delayed):
             raise TypeError(f"rule is {type(rule).__name__}; give a Delayed, such as hq.Delayed(length=16)")
         self.rule = Delayed() if rule is None else rule
         where: Array = np.empty(0, np.float32) if like is None else as_array(like, "like")
         if isinstance(where, np.ndarray):
-            self._allocate(count, np)
+            self._allocate(operator.index(count), np)
         else:
             with where.device:
-                self._allocate(count, namespace(where))
+                self._allocate(operator.index(count), namespace(where))
 
     def _allocate(self, count: int, module: Any) -> None:
         self.history: Array = module.zeros((count, self.rule.length), np.float32)
@@ -56,7 +57,16 @@ class DelayedScaling:
         return len(self.amax)
 
     def __getitem__(self, index: int | slice) -> Slots:
-        """The slot of one matrix, or those of several: of the members of a group, or of a layer's operands."""
+        """The slot of one matrix, or those of several: of the members of a group, or of a layer's operands.
+
+        Raises IndexError for a number that there is not, TypeError for what is neither an integer nor a slice.
+        """
+        there = f"there are {len(self)} slots" + (f", 0 to {len(self) - 1}" if len(self) else "")
+        if not isinstance(index, slice):
+            if not hasattr(index, "__index__"):
+                raise TypeError(f"state[{index!r}]: a slot is an integer, several are a slice; {there}")
+            if not -len(self) <= operator.index(index) < len(self):
+                raise IndexError(f"state[{index}]: {there}")
         return Slots(self.amax, self.current)[index]
 
     def update(self) -> None:

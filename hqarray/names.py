@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+EXPLANATIONS: list[Callable[[str], str]] = []
+"""What modules above add: each is asked what an unknown name is elsewhere, and answers "" or a text ending in "; "."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The known name that begins like an unknown one, or else the nearest, as a question; "" where none is near."""
+    """What an unknown name is elsewhere, or as a question the known one that begins like it, or else the nearest.
+
+    A text that ends in a blank, or "" where none is near.
+    """
+    for explain in EXPLANATIONS:
+        if explanation := explain(name):
+            return explanation
     known = list(known)
     near = [other for other in known if name and other.startswith(name)]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -15,14 +24,21 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def parse_fields(text: str, name: str, options: str, known: Sequence[str]) -> dict[str, object]:
-    """The fields of `options`, what follows the opening bracket of a text. Raises ValueError for what is no field."""
+    """The fields of `options`, what follows the opening bracket of a text.
+
+    Raises ValueError for what is no field, or for a field that is there twice.
+    """
     if not options.endswith(")"):
         raise ValueError(f"format {text!r} lacks the closing bracket; write {name}(field=value, ...)")
-    found = {}
+    found: dict[str, object] = {}
     for option in filter(None, (part.strip() for part in options[:-1].split(","))):
         field, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or field not in known:
+        if not equals or not field:
             raise ValueError(f"format {text!r}: {option!r} must be field=value with one of {', '.join(known)}")
+        if field not in known:
+            raise ValueError(f"format {text!r}: {name} has no field {field!r}; it has {', '.join(known)}")
+        if field in found:
+            raise ValueError(f"format {text!r} gives {field!r} twice; give each field once")
         found[field] = _value(value)
     return found
 

@@ -7,10 +7,12 @@ contracts another axis, so each reads other parts of the operands; PRODUCTS says
 from __future__ import annotations
 
 import difflib
+import operator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from .formats import FORMATS, Format, as_format
+from .names import EXPLANATIONS
 
 Role: TypeAlias = Literal["input", "weight", "grad_output"]
 Product: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
@@ -43,14 +45,20 @@ class Delayed:
     def __post_init__(self) -> None:
         for field in ("length", "margin"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"Delayed: {field}={value!r} is {type(value).__name__}; give an integer")
+            object.__setattr__(self, field, operator.index(value))
         if self.length < 1:
             raise ValueError(f"Delayed: length={self.length} keeps nothing; give 1 or more")
         if self.take not in ("max", "most_recent"):
             raise ValueError(f"Delayed: take={self.take!r} is not 'max' or 'most_recent'")
         if not -100 <= self.margin <= 100:  # 2**margin is then a normal float32
-            raise ValueError(f"Delayed: margin={self.margin} is an exponent of two between -100 and 100")
+            raise ValueError(f"Delayed: margin={self.margin} must be an exponent of two between -100 and 100")
+
+    @property
+    def name(self) -> str:
+        """Short text that differs wherever two rules do."""
+        return f"{self.take}{self.length}" + (f"/margin={self.margin}" if self.margin else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +94,24 @@ class Recipe:
                 f"Recipe: delayed= gives formats with one amax per matrix theirs (FP8, NVFP4); "
                 f"{', '.join(format.name for format in self.formats)} measure each block"
             )
+        if self.delayed is not None:
+            self._refuse_rotated_amaxes()
         for product in PRODUCTS:
             left, right = self.product(product)
             if _is_rotated(left) != _is_rotated(right):
                 raise ValueError(
                     f"Recipe: {product} would multiply {left.name} by {right.name}, of which one is Hadamard-rotated "
                     f"(rht) and the other is not; rotate both or neither"
+                )
+
+    def _refuse_rotated_amaxes(self) -> None:
+        for role in ROLES:
+            rotated = next((format for format in self[role] if format.measures_amax and _is_rotated(format)), None)
+            if rotated is not None:
+                raise ValueError(
+                    f"Recipe: delayed= gives each operand the amax of its values in earlier steps, but the {role} has "
+                    f"a part {rotated.name}, which is scaled by the amax of Hadamard-rotated ones (rht); use formats "
+                    f"without rht, or leave delayed= out"
                 )
 
     @property
@@ -109,7 +129,7 @@ class Recipe:
             return self.formats[0].name
         fields = [f"{role}={'/'.join(dict.fromkeys(f.name for f in self[role]))}" for role in ROLES]
         fields += [f"from_rows={'/'.join(self.from_rows)}"] if self.from_rows else []
-        fields += [f"delayed={self.delayed.take}{self.delayed.length}"] if self.delayed is not None else []
+        fields += [f"delayed={self.delayed.name}"] if self.delayed is not None else []
         return ",".join(fields)
 
     def stochastic(self, role: Role) -> bool:
@@ -221,3 +241,18 @@ def as_recipe(recipe: Recipe | Format | str) -> Recipe:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"unknown recipe or format {recipe!r}; {hint}known: {', '.join(known)}")
+
+
+def _explain(name: str) -> str:
+    """What a name is that was given for a format and stands for a recipe; "" for all others."""
+    recipe = RECIPES.get(_FORMER_NAMES.get(name, name))
+    if recipe is None:
+        return ""
+    pairs = (f"{role} {'/'.join(dict.fromkeys(f.name for f in recipe[role]))}" for role in ROLES)
+    return (
+        f"it is a recipe, which names formats for the three operands of a layer ({', '.join(pairs)}); give a format, "
+        f"such as {recipe.input[0].name!r}; "
+    )
+
+
+EXPLANATIONS.append(_explain)

@@ -194,9 +194,15 @@ def test_slots_are_views_by_number_and_by_range():
     slots[-1].amax[...] = 9
     slots[0:1].current[...] = 4
     assert state.amax.tolist() == [0, 0, 0, 9, 0] and state.current.tolist() == [0, 4, 0, 0, 0]
+    assert state[np.int64(2)].amax.shape == (1,) and len(state[5:]) == 0
     for number in (5, -6):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=rf"^state\[{number}\]: there are 5 slots, 0 to 4$"):
             state[number]
+    with pytest.raises(IndexError, match=r"there are 0 slots$"):
+        hq.DelayedScaling(0)[0]
+    for strange in ("a", 1.0, None):
+        with pytest.raises(TypeError, match="a slot is an integer, several are a slice; there are 5 slots, 0 to 4"):
+            state[strange]
 
 
 def test_several_slots_are_not_one_amax():
@@ -212,6 +218,7 @@ def test_state_lies_where_like_lies_and_tensors_are_read():
     torch = pytest.importorskip("torch")
     state = hq.DelayedScaling(2, hq.Delayed(4), like=torch.ones(3))
     assert state.history.shape == (2, 4) and state.history.dtype == np.float32
+    assert len(hq.DelayedScaling(np.int64(3))) == 3
     assert repr(state) == "DelayedScaling(2, Delayed(length=4, take='max', margin=0))"
 
 

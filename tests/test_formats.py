@@ -139,7 +139,7 @@ def test_high_precision_takes_its_dtype_from_the_array():
     (lambda: hq.FP8(pow2=1), "FP8: pow2=1 is not one of False, True"),
     (lambda: hq.FP8Block(block=(1.0, 128.0)), r"FP8Block: block=\(1.0, 128.0\) is not one of \(1, 128\), "),
     (lambda: hq.NVFP4(block=(True, 16)), r"NVFP4: block=\(True, 16\) is not one of \(1, 16\), "),
-    (lambda: as_format("fp8"), "unknown format 'fp8'; did you mean 'fp8_e4m3'"),
+    (lambda: as_format("fp8"), "unknown format 'fp8'; it is a recipe, .*; give a format, such as 'fp8_e4m3'; known: "),
     (lambda: hq.FP8(epsilon=float("nan")), "FP8: epsilon=nan must be finite"),
     (lambda: hq.FP8Block(block=(64, 64)), r"FP8Block: block=\(64, 64\) is not one of \(1, 128\), \(128, 128\)"),
     (lambda: hq.FP8Block(epsilon=float("inf")), "FP8Block: epsilon=inf must be finite"),
@@ -152,7 +152,13 @@ def test_high_precision_takes_its_dtype_from_the_array():
     (lambda: as_format("mxfp9"), "unknown format 'mxfp9'; did you mean 'mxfp8'.* known: fp8_e4m3, "),
     (lambda: as_format("zzz"), "unknown format 'zzz'; known: fp8_e4m3, "),
     (lambda: as_format("mxfp8(rule=floor"), r"lacks the closing bracket; write mxfp8\(field=value, ...\)"),
-    (lambda: as_format("mxfp8(rules=up)"), "'rules=up' must be field=value with one of element, rule"),
+    (lambda: as_format("mxfp8(rules=up)"), "mxfp8 has no field 'rules'; it has element, rule, block"),
+    (lambda: as_format("mxfp8(rht=true)"), r"format 'mxfp8\(rht=true\)': mxfp8 has no field 'rht'; it has element"),
+    (lambda: as_format("mxfp8(=up)"), "'=up' must be field=value with one of element, rule"),
+    (lambda: as_format("nvfp4(rht=true,rht=false)"), r"'nvfp4\(rht=true,rht=false\)' gives 'rht' twice; give each"),
+    (lambda: as_format("mxfp8(rule=up, rule=up)"), "gives 'rule' twice"),
+    (lambda: as_format("fp8_e5m2_gradient"), "it is a recipe, .*grad_output fp8_e5m2"),
+    (lambda: hq.quantize(np.ones((2, 32), "f4"), rowwise="fp8_current"), "it is a recipe, .*, such as 'fp8_e4m3'"),
     (lambda: as_format("mxfp8(up)"), "'up' must be field=value"),
 ])
 def test_a_wrong_format_says_what_was_expected(make, message):

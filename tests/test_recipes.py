@@ -1,5 +1,6 @@
 """Recipes: names, pairs, and which part of an operand each product reads."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,11 @@ def test_names_tell_recipes_apart() -> None:
     assert plain.name == "fp8_e5m2"
     assert derived.name.endswith(",from_rows=input")
     assert delayed.name.endswith(",delayed=most_recent16")
+    rules = [
+        Delayed(length, take, margin)  # type: ignore[arg-type]
+        for length in (1, 10, 1024) for take in ("max", "most_recent") for margin in (-1, 0, 1, 10)
+    ]
+    assert len({replace(plain, delayed=rule).name for rule in rules}) == len(rules)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +133,34 @@ def test_fields_beside_formats_are_checked(given: dict[str, Any], error: type[Ex
         Recipe("mxfp8", "mxfp8", "mxfp8", **given)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_1d_weight", "mxfp8_forward_nvfp4_backward"])
+def test_delayed_scaling_of_a_rotated_part_is_refused_when_the_recipe_is_made(name: str) -> None:
+    """Its scale is made of the amax of rotated values, which no step records."""
+    with pytest.raises(ValueError, match=r"the input has a part nvfp4\(rht=true\), .*; use formats without rht"):
+        replace(hq.RECIPES[name], delayed=Delayed())
+    with pytest.raises(ValueError, match=r"the weight has a part nvfp4\(rht=true\)"):
+        Recipe(("mxfp8", "mxfp8"), ("fp8_e4m3", "nvfp4(rht=true)"), ("nvfp4(rht=true)", "mxfp8"), delayed=Delayed())
+
+
+def test_delayed_scaling_of_rotated_rows_that_have_a_scale_each_is_legal() -> None:
+    rotated = "nvfp4(rht=true,per_row=true)"
+    recipe = Recipe((rotated, "fp8_e4m3"), (rotated, "fp8_e4m3"), "fp8_e5m2", delayed=Delayed())
+    assert recipe.measures_amax("input")
+
+
+def test_a_rule_of_delayed_scaling_takes_any_integer() -> None:
+    assert Delayed(np.int64(4), margin=np.int8(2)) == Delayed(4, margin=2)  # type: ignore[arg-type]
+    assert repr(Delayed(np.int64(4))) == repr(Delayed(4))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"length": 0}, ValueError, "length=0 keeps nothing"),
         ({"length": 2.0}, TypeError, "length=2.0 is float; give an integer"),
         ({"margin": True}, TypeError, "margin=True is bool"),
-        ({"margin": 101}, ValueError, "between -100 and 100"),
+        ({"margin": np.True_}, TypeError, "margin=.* is bool"),
+        ({"margin": 200}, ValueError, "margin=200 must be an exponent of two between -100 and 100"),
         ({"take": "mean"}, ValueError, "take='mean' is not 'max' or 'most_recent'"),
     ],
 )
