@@ -19,9 +19,8 @@ from .buffers import Separate
 from .formats import FORMATS, Format, as_format
 from .inputs import as_array
 from .layout import Array, part_layout
-from .recipes import RECIPES, ROLES
 from .reference import dequantize_part
-from .tables import TextTable, break_name, decibels, percent
+from .tables import TextTable, break_name, decibels, for_json, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -238,12 +237,15 @@ class Comparison:
     errors: tuple[FormatError, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: shape, dtype and one dict for each format."""
-        return {
+        """Plain values for JSON: shape, dtype and one dict for each format.
+
+        Numbers that JSON lacks are the strings "inf", "-inf" and "nan", which float() reads.
+        """
+        return for_json({  # type: ignore[no-any-return]
             "shape": list(self.shape),
             "dtype": self.dtype,
             "formats": {error.format: {k: v for k, v in asdict(error).items() if k != "format"} for error in self},
-        }
+        })
 
     def __iter__(self) -> Iterator[FormatError]:
         return iter(self.errors)
@@ -294,15 +296,18 @@ class Comparison:
         return self.table().text()
 
 
-def _named(format: Format | str) -> Format:
-    if isinstance(format, str) and format not in FORMATS and format in RECIPES:
-        recipe = RECIPES[format]
-        pairs = (f"{role} {'/'.join(dict.fromkeys(f.name for f in recipe[role]))}" for role in ROLES)
-        raise ValueError(
-            f"{format!r} is a recipe, which names formats for the three operands of a layer ({', '.join(pairs)}); "
-            f"compare takes formats, such as {recipe.input[0].name!r}"
+def as_formats(formats: Iterable[Format | str] | Format | str) -> list[Format]:
+    """The formats of one or several names or formats.
+
+    Raises TypeError for what is neither, ValueError for an unknown name.
+    """
+    if isinstance(formats, (Format, str)):
+        return [as_format(formats)]
+    if not isinstance(formats, Iterable):
+        raise TypeError(
+            f"formats is {type(formats).__name__}: {formats!r}; give names or formats, such as ['mxfp8', 'nvfp4']"
         )
-    return as_format(format)
+    return [as_format(format) for format in formats]
 
 
 def compare(
@@ -320,13 +325,11 @@ def compare(
     ValueError for an unknown format.
     """
     x = as_array(x, "x")
-    if isinstance(formats, (Format, str)):
-        formats = (formats,)
-    wanted = [_named(format) for format in (FORMATS if formats is None else formats)]
+    wanted = as_formats(FORMATS if formats is None else formats)
     if x.ndim == 0:
         raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
     return Comparison(x.shape, x.dtype.name, tuple(measure(x, format, seed=seed) for format in wanted))
 
 
-__all__ = ["Comparison", "FormatError", "Tally", "TextTable", "as_matrix", "break_name", "compare", "decibels",
-           "decode", "host", "measure", "percent", "quantized_tiles", "resolved", "tiles"]
+__all__ = ["Comparison", "FormatError", "Tally", "TextTable", "as_formats", "as_matrix", "break_name", "compare",
+           "decibels", "decode", "host", "measure", "percent", "quantized_tiles", "resolved", "tiles"]

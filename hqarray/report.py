@@ -25,7 +25,7 @@ from .gemm import Engine
 from .linear import quantize_operand
 from .operands import Matrix, Operands, Triple
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
-from .tables import TextTable, decibels, percent
+from .tables import TextTable, decibels, for_json, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -173,7 +173,7 @@ class Report:
             for layer in self.layers
         ]
         matrices = [{"name": m.name, "source": m.source, **m.comparison.to_dict()} for m in self.matrices]
-        return _for_json({"layers": layers, "matrices": matrices, "notes": list(self.notes)})  # type: ignore[no-any-return]
+        return for_json({"layers": layers, "matrices": matrices, "notes": list(self.notes)})  # type: ignore[no-any-return]
 
     def tables(self) -> list[TextTable]:
         return [*(layer.table() for layer in self.layers), *(matrix.table() for matrix in self.matrices)]
@@ -280,14 +280,6 @@ def _result_dict(result: RecipeResult) -> dict[str, Any]:
         "bytes": result.nbytes,
         "engine": {product: {"name": e.name, "reason": e.reason} for product, e in result.engine.items()},
     }
-
-
-def _for_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _for_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_for_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- the study ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tables of text cells: rendered by rich, as HTML or as plain text."""
+"""Results as text cells, rendered by rich, as HTML or as plain text, and as values for JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
+
+
+def for_json(value: Any) -> Any:
+    """A value of dicts and lists in which numbers that JSON lacks are "inf", "-inf" and "nan", which float() reads."""
+    if isinstance(value, dict):
+        return {key: for_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [for_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decibels(value: float, digits: int = 2) -> str:

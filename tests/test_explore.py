@@ -5,6 +5,7 @@ import math
 import tracemalloc
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -175,6 +176,14 @@ def test_default_is_the_whole_table_in_its_order() -> None:
     assert [error.format for error in hq.compare(RAGGED[:4])] == list(hq.FORMATS)
 
 
+def test_what_json_lacks_is_a_string_that_float_reads() -> None:
+    errors = hq.compare(np.array([[1.0, np.nan]], np.float32), ["fp32", "mxfp4"])
+    values = json.loads(json.dumps(errors.to_dict(), allow_nan=False))["formats"]
+    assert values["fp32"]["sqnr_db"] == "inf" and float(values["fp32"]["sqnr_db"]) == errors["fp32"].sqnr_db
+    assert values["mxfp4"]["sqnr_db"] == values["mxfp4"]["relative_error"] == "nan"
+    assert values["mxfp4"]["nan"] == 1.0, "numbers that JSON has stay numbers"
+
+
 def test_to_dict_is_plain() -> None:
     values = hq.compare(RAGGED[:8, :32], ["mxfp8", hq.NVFP4()]).to_dict()
     assert json.loads(json.dumps(values)) == values
@@ -250,7 +259,7 @@ def test_name_of_a_recipe_is_told_so(name: str) -> None:
     if name in hq.FORMATS:
         assert hq.compare(RAGGED[:2], [name])[0].format == name
         return
-    with pytest.raises(ValueError, match=f"^'{name}' is a recipe, which names formats for the three.*compare takes"):
+    with pytest.raises(ValueError, match=f"'{name}'; it is a recipe, which names formats for the three.*give a format"):
         hq.compare(RAGGED[:2], [name])
 
 
@@ -290,11 +299,18 @@ def test_html_escapes_every_cell() -> None:
         (np.ones((2, 2), np.float32), "mxfp9", ValueError),
         (np.array(1, np.float32), "mxfp8", ValueError),
         ([[1.0]], "mxfp8", TypeError),
+        (np.ones((2, 2), np.float32), [3], TypeError),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(x: object, formats: str, error: type[Exception]) -> None:
+def test_what_cannot_be_compared_is_an_error(x: object, formats: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         hq.compare(x, formats)
+
+
+@pytest.mark.parametrize("function", [hq.compare, hq.plot_error, hq.plot_tradeoff])
+def test_what_is_neither_a_format_nor_several_is_told_so(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"^formats is int: 3; give names or formats, such as \['mxfp8', 'nvfp4'\]$"):
+        function(RAGGED[:2], 3)
 
 
 def test_format_that_was_not_compared_is_a_key_error() -> None:
