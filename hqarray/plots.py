@@ -7,7 +7,7 @@ beside what they name and colours differ in lightness, so that a plot is read in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +16,16 @@ import numpy.typing as npt
 
 from .arrays import HybridArray, QuantizedArray
 from .display import sample_scales
-from .explore import Comparison, as_matrix, compare, decode, quantized_tiles, resolved
-from .formats import FORMATS, Element, Format, as_format
+from .drawing import LINK, STYLES, colors, expect_linear, own_axes, svg, whole_ticks
+from .explore import Comparison, as_formats, as_matrix, compare, decode, quantized_tiles, resolved
+from .formats import FORMATS, Element, Format
 from .grouped import GroupedArray
 from .grouped_parts import ScatteredPart
 from .inputs import as_array
+from .tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-STYLES = tuple(zip(("-", "--", "-.", ":"), ("o", "s", "^", "D"), strict=True))
-"""Dashes and markers, taken in turn."""
-
-LIGHTEST = 0.8
-"""Of cividis, 0 to 1: a lighter line is lost on white."""
-
-LINK = "0.75"
-"""Grey of the lines that join names to points: lighter than any point."""
 
 TICKS = 1.04
 """Least ratio of bits per element that are both written on an axis."""
@@ -52,29 +45,36 @@ BINS_PER_OCTAVE = 2
 # --- of a matrix --------------------------------------------------------------------------------
 
 
-def plot_error(x: Any, formats: Iterable[Format | str] | Format | str, *, ax: Axes | None = None) -> Axes:
+def plot_error(
+    x: Any, formats: Iterable[Format | str] | Format | str, *, seed: int = 0, ax: Axes | None = None
+) -> Axes:
     """Draw how the elements of a matrix are spread over relative errors, one line for each format.
 
     x        (..., k) float array that quantize takes; blocks run along the last axis
     formats  names or formats
-    ax       matplotlib axes; None makes a figure
+    seed     of formats that round at random
+    ax       matplotlib axes; None makes a figure, with the legend beside the axes
     returns  the axes: |q - x| / |x| of an element (log2) against the share of elements, percent per bin
 
-    Elements that are zero or not finite are left out; those that stay exact have no place on a logarithmic axis and
-    are named in the legend. An element that becomes zero has the error 1. Works in tiles, as compare does.
+    Elements that are zero or not finite are left out. Those that stay exact or become NaN have no place on a
+    logarithmic axis: the legend tells their share. An element that becomes zero has the error 1. Works in tiles, as
+    compare does.
     """
     x = as_array(x, "x")
     if x.ndim == 0:
         raise ValueError("x is 0-D; a matrix has at least one axis, reshape it to (1, 1)")
-    wanted = [as_format(f) for f in ((formats,) if isinstance(formats, (Format, str)) else formats)]
-    ax = _axes(ax, (7, 4))
+    wanted = as_formats(formats)
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if ax is None else {"loc": "best"}
+    ax = own_axes(ax, (8, max(4, 1 + 0.22 * len(wanted))))  # as high as the legend
     edges = np.exp2(np.arange(OCTAVES[0] * BINS_PER_OCTAVE, OCTAVES[1] * BINS_PER_OCTAVE + 1) / BINS_PER_OCTAVE)
     centers = np.sqrt(edges[1:] * edges[:-1])
     used = np.zeros(len(centers), np.int64)
-    for format, (dash, marker), color in zip(wanted, cycle(STYLES), _colors(len(wanted)), strict=False):
-        counts, exact, count = _relative_errors(as_matrix(x), format, edges)
+    for format, (dash, marker), color in zip(wanted, cycle(STYLES), colors(len(wanted)), strict=False):
+        counts, exact, nan = _relative_errors(as_matrix(x), format, edges, seed)
         used += counts
-        label = f"{format.name} ({exact / max(count, 1):.1%} exact)"
+        count = int(counts.sum()) + exact + nan
+        shares = [f"{percent(exact / max(count, 1))} % exact", *([f"{percent(nan / count)} % NaN"] if nan else [])]
+        label = f"{format.name} ({', '.join(shares)})"
         ax.plot(centers, 100 * counts / max(count, 1), dash, marker=marker, markersize=4, color=color, label=label)
     ax.set_xscale("log", base=2)
     filled = np.flatnonzero(used)
@@ -84,24 +84,24 @@ def plot_error(x: Any, formats: Iterable[Format | str] | Format | str, *, ax: Ax
     ax.set(xlabel="relative error |q - x| / |x| of an element", ylabel=f"elements (% per 1/{BINS_PER_OCTAVE} octave)")
     ax.set_title(_describe(x.shape, x.dtype.name))
     if wanted:
-        ax.legend()
+        ax.legend(fontsize="small", **place)
     return ax
 
 
 def _relative_errors(
-    matrix: Any, format: Format, edges: npt.NDArray[np.float64]
+    matrix: Any, format: Format, edges: npt.NDArray[np.float64], seed: int
 ) -> tuple[npt.NDArray[np.int64], int, int]:
-    """Counts in bins of the relative errors, how many are zero, and of how many elements."""
-    counts, exact, count = np.zeros(len(edges) - 1, np.int64), 0, 0
+    """Counts in bins of the relative errors that are not zero, how many are zero, and how many NaN."""
+    counts, exact, nan = np.zeros(len(edges) - 1, np.int64), 0, 0
     with np.errstate(all="ignore"):
-        for tile, part in quantized_tiles(matrix, resolved(format, matrix.dtype)):
+        for tile, part in quantized_tiles(matrix, resolved(format, matrix.dtype), seed):
             x, q = tile.astype(np.float64), decode(part).astype(np.float64)
             errors = np.abs(q - x)[(x != 0) & np.isfinite(x)] / np.abs(x[(x != 0) & np.isfinite(x)])
+            nan += int(np.isnan(errors).sum())
             errors = errors[~np.isnan(errors)]
             exact += int((errors == 0).sum())
-            count += errors.size
             counts += np.histogram(np.clip(errors[errors != 0], edges[0], edges[-1]), edges)[0]
-    return counts, exact, count
+    return counts, exact, nan
 
 
 def plot_tradeoff(
@@ -115,7 +115,7 @@ def plot_tradeoff(
     returns  the axes: bits per element, scales and padding included (log2), against SQNR in dB
 
     The line joins the formats that no other beats in both. Exact ones stand at the upper edge; those without an
-    SQNR (NaN, an infinite error) are named below the axis.
+    SQNR (NaN, an infinite error) are named below the axis. Raises ValueError for a matrix without elements.
     """
     if isinstance(x, Comparison):
         if formats is not None:
@@ -123,6 +123,11 @@ def plot_tradeoff(
         comparison = x
     else:
         comparison = compare(x, quantized_formats() if formats is None else formats)
+    if 0 in comparison.shape:
+        raise ValueError(
+            f"a matrix of shape {comparison.shape} has no element, and so no bits per element to draw; pass one that "
+            f"has some"
+        )
     points = [(error.format, 8 * error.bytes_per_element, error.sqnr_db) for error in comparison]
     ax = plot_points(points, ax=ax)
     ax.set_title(_describe(comparison.shape, comparison.dtype))
@@ -136,7 +141,7 @@ def plot_points(
 
     Decibels may be inf (drawn at the upper edge), or -inf and NaN (named below).
     """
-    ax = _axes(ax, (8, 4.5))
+    ax = own_axes(ax, (8, 4.5))
     drawn = [point for point in points if math.isfinite(point[2])]
     exact = [point for point in points if point[2] == math.inf]
     lost = [name for name, _, db in points if math.isnan(db) or db == -math.inf]
@@ -179,7 +184,7 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
     low, high = ax.get_ylim()
     heights = _spaced([(db - low) / (high - low) for *_, db in ordered], gap=0.06)
     for (name, bits, db), height, (_, marker), color in zip(
-        ordered, heights, cycle(STYLES), _colors(len(ordered)), strict=False
+        ordered, heights, cycle(STYLES), colors(len(ordered)), strict=False
     ):
         ax.plot([bits], [db], marker=marker, color=color, markeredgecolor="black", linestyle="none", zorder=3)
         ax.annotate(
@@ -218,9 +223,13 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     returns  the axes: blocks along k against rows, log2 of the scale as colour
 
     A scale that is zero or NaN is hatched and counted in the title. Of more than 1024 rows or blocks every n-th is
-    drawn, as the labels then say. Raises TypeError for what is no part, ValueError for one without scales.
+    drawn, as the labels then say. Raises TypeError for what is no part, ValueError for one without scales or for axes
+    that are not linear.
     """
     given: Any = part
+    if isinstance(given, GroupedArray):
+        there = " or ".join(f"g[0].{direction}" for direction, _ in given.parts())
+        raise TypeError(f"plot_scales takes one part of one member of a GroupedArray: pass {there}")
     if isinstance(given, HybridArray):
         there = " or ".join(f"hx.{direction}" for direction, _ in given.parts())
         raise TypeError(f"plot_scales takes one part of a HybridArray: pass {there}")
@@ -230,8 +239,9 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     rows, blocks = storage.num_scales(part.shape)
     if rows * blocks == 0:
         raise ValueError(f"{part!r} has no scales to draw")
+    expect_linear(ax, "plot_scales")
     sample = sample_scales(part.scales, storage, part.global_scale, MOST_SCALES)
-    ax = _axes(ax, (7, 4))
+    ax = own_axes(ax, (7, 4))
     hidden = ~np.isfinite(sample.log2)
     if hidden.any():
         ax.patch.set(hatch="xxxx", edgecolor=LINK)
@@ -245,7 +255,7 @@ def plot_scales(part: QuantizedArray, *, ax: Axes | None = None) -> Axes:
     counts = ((int(np.isneginf(sample.log2).sum()), "zero"), (int(np.isnan(sample.log2).sum()), "NaN"))
     ax.set_title(f"{part.format.name} {part.shape}" + "".join(f", {n} {what}" for n, what in counts if n))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+        whole_ticks(axis)
     return ax
 
 
@@ -257,13 +267,15 @@ def plot_groups(g: GroupedArray, *, ax: Axes | None = None) -> Axes:
     returns  the axes: number of the group against its size along the axis where sizes differ; of members that differ
              along both axes, against its elements
 
-    An empty member is marked 0. The title tells what the capacity leaves unused and the bytes held.
+    An empty member is marked 0. The title tells what the capacity leaves unused and the bytes held. Raises TypeError
+    for what is no group, ValueError for axes that are not linear.
     """
     if not isinstance(g, GroupedArray):
         raise TypeError(f"plot_groups takes a GroupedArray, not {type(g).__name__}; grouped_quantize(...) makes one")
+    expect_linear(ax, "plot_groups")
     array = g.to_host()
     _, part = next(array.parts())
-    ax = _axes(ax, (7, 3.5))
+    ax = own_axes(ax, (7, 3.5))
     if array.ragged is None or isinstance(part, ScatteredPart):  # differ along both axes
         sizes, padded, what, capacity = array.rows.values * array.columns.values, None, "elements", None
     else:
@@ -281,7 +293,7 @@ def plot_groups(g: GroupedArray, *, ax: Axes | None = None) -> Axes:
     for place in places[sizes == 0]:
         ax.annotate("0", (place, 0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize="small")
     ax.set(xlabel="group", ylabel=f"{what} of the group")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(ax.xaxis)
     formats = ", ".join(f"{direction} {part.format.name}" for direction, part in array.parts())
     used = f"{int(sizes.sum())} {what}" + (f" of {capacity}" if capacity is not None else "")
     ax.set_title(f"{len(sizes)} groups, {used}, {formats}, {array.nbytes / 1024:.1f} KiB", fontsize="medium")
@@ -300,14 +312,11 @@ def plot_formats(formats: Iterable[Format | str] | Format | str | None = None, *
 
     Subnormal values are lower marks. Elements of more than 8 bits are a line from the smallest to the largest value.
     """
-    if formats is None:
-        wanted = quantized_formats()
-    else:
-        wanted = [as_format(f) for f in ((formats,) if isinstance(formats, (Format, str)) else formats)]
+    wanted = quantized_formats() if formats is None else as_formats(formats)
     users: dict[Element, list[str]] = {}
     for format in wanted:
         users.setdefault(format.storage.element, []).append(format.name)
-    ax = _axes(ax, (8, 1 + 0.75 * max(len(users), 1)))
+    ax = own_axes(ax, (8, 1 + 0.75 * max(len(users), 1)))
     for row, element in enumerate(users):
         if element.bits > 8:
             ends = np.array([2.0 ** (1 - element.bias - element.mantissa_bits), element.max])
@@ -319,7 +328,7 @@ def plot_formats(formats: Iterable[Format | str] | Format | str | None = None, *
         ax.vlines(values[~normal], row, row + 0.3, color="0.45", linewidth=0.9)
     ax.set_xscale("log", base=2)
     ax.set_yticks(range(len(users)), [_tick(element, names) for element, names in users.items()])
-    ax.set_ylim(len(users) - 0.5, -0.5)
+    ax.set_ylim(max(len(users), 1) - 0.5, -0.5)
     ax.set(xlabel="magnitude at a scale of 1 (short: subnormal)", ylabel="element: formats")
     for row, element in enumerate(users):
         ax.annotate(f"largest {element.max:g}", (1.02, row), xycoords=("axes fraction", "data"), va="center",
@@ -344,57 +353,26 @@ def plot_products(errors: Mapping[str, Mapping[Any, float]], *, ax: Axes | None 
     """
     sizes = [error for row in errors.values() for error in row.values() if error < math.inf]
     floor = max(sizes, default=1.0) / FLOOR or 1.0
-    ax = _axes(ax, (8, 1 + 0.3 * len(errors)))
+    ax = own_axes(ax, (8, 1 + 0.3 * len(errors)))
     products = list(dict.fromkeys(product for row in errors.values() for product in row))
-    for product, (_, marker), color in zip(products, cycle(STYLES), _colors(len(products)), strict=False):
+    for product, (_, marker), color in zip(products, cycle(STYLES), colors(len(products)), strict=False):
         shown = [(max(row[product], floor), i) for i, row in enumerate(errors.values()) if row[product] < math.inf]
         ax.plot(*(zip(*shown, strict=True) if shown else ((), ())), marker=marker, color=color, linestyle="none",
                 markeredgecolor="black", label=product, clip_on=False, zorder=3)
     ax.set_xscale("log")
     ax.set_xlim(left=floor)
     ax.set_yticks(range(len(errors)), list(errors))
-    ax.set_ylim(len(errors) - 0.5, -0.5)
+    ax.set_ylim(max(len(errors), 1) - 0.5, -0.5)
     ax.grid(axis="y", color=LINK, linewidth=0.6)
     ax.set_axisbelow(True)
     below = f" (left edge: below {floor:.1g})" if any(size < floor for size in sizes) else ""
     ax.set(xlabel=f"relative error |Y - Y64| / |Y64| of a product{below}", ylabel="recipe")
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    if products:
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return ax
 
 
-def svg(draw: Callable[[Axes], object], size: tuple[float, float]) -> str:
-    """An SVG image of so many inches, of what is drawn into its axes; the same bytes for the same drawing."""
-    from io import StringIO
-
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hqarray"}):  # fonttype none: text stays text
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
-        file = StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 # --- common -------------------------------------------------------------------------------------
-
-
-def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The axes given, or those of a new figure of so many inches."""
-    if ax is not None:
-        return ax
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "hqarray[explore]"') from error
-    return pyplot.subplots(figsize=size, layout="constrained")[1]
-
-
-def _colors(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["cividis"](LIGHTEST * i / max(count - 1, 1)) for i in range(count)]
 
 
 def _describe(shape: tuple[int, ...], dtype: str) -> str:

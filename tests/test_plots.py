@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +15,7 @@ import pytest
 from test_packaging import ROOT
 
 import hqarray as hq
-from hqarray import plots
+from hqarray import drawing, plots
 from hqarray.formats import FORMATS
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -54,6 +56,10 @@ def test_a_plot_draws_into_the_axes_given_or_makes_a_figure(name: str) -> None:
 # --- plot_error ---------------------------------------------------------------------------------
 
 
+def shown(share: float) -> str:
+    return f"{100 * share:.2f} %" if share >= 5e-5 else "<0.01 %" if share else "0 %"
+
+
 def test_the_histogram_counts_every_element_once() -> None:
     x = X.copy()
     x[0, :5] = 0, np.nan, np.inf, 0, 0
@@ -63,11 +69,13 @@ def test_the_histogram_counts_every_element_once() -> None:
         finite = np.isfinite(x) & (x != 0)
         with np.errstate(all="ignore"):
             q = hq.fake_quantize(x, name, seed=0 if "stochastic" in name else None).astype(np.float64)
-            errors = (np.abs(q - x) / np.abs(x.astype(np.float64)))[finite & ~np.isnan(q)]
+            errors = (np.abs(q - x) / np.abs(x.astype(np.float64)))[finite]
         exact = (errors == 0).mean()
-        assert line.get_label() == f"{name} ({exact:.1%} exact)"
+        lost = np.isnan(q[finite]).mean()
+        assert (lost > 0) == ("fp4" in name), "FP4 has no NaN: one takes its block with it"
+        assert line.get_label() == f"{name} ({shown(exact)} exact" + (f", {shown(lost)} NaN)" if lost else ")")
         centers, shares = line.get_xdata(), line.get_ydata()
-        assert shares.sum() == pytest.approx(100 * (1 - exact))
+        assert shares.sum() == pytest.approx(100 * (1 - exact - lost))
         low, high = np.float64(2) ** -4.5, np.float64(2) ** -4
         (bin,) = np.flatnonzero((centers > low) & (centers < high))
         assert shares[bin] == pytest.approx(100 * ((errors >= low) & (errors < high)).mean())
@@ -77,6 +85,23 @@ def test_tiles_do_not_change_the_histogram(monkeypatch: pytest.MonkeyPatch) -> N
     whole = hq.plot_error(X, "nvfp4").get_lines()[0].get_ydata()
     monkeypatch.setattr("hqarray.explore.TILE", 128)
     assert np.array_equal(hq.plot_error(X, "nvfp4").get_lines()[0].get_ydata(), whole)
+
+
+def test_formats_that_round_at_random_are_drawn_by_the_seed() -> None:
+    name = "nvfp4(rounding=stochastic)"
+    lines = [hq.plot_error(X, name, seed=seed).get_lines()[0].get_ydata() for seed in (3, 3, 4)]
+    assert np.array_equal(lines[0], lines[1]) and not np.array_equal(lines[0], lines[2])
+    with np.errstate(all="ignore"):
+        q = hq.fake_quantize(X, name, seed=3).astype(np.float64)
+    assert lines[0].sum() == pytest.approx(100 * (q != X).mean())
+
+
+def test_a_legend_of_many_lines_lies_beside_the_axes() -> None:
+    ax = hq.plot_error(X, list(FORMATS))
+    ax.figure.canvas.draw()
+    legend, figure = ax.get_legend().get_window_extent(), ax.figure.bbox
+    assert legend.x0 >= ax.get_window_extent().x1 - 1
+    assert legend.x1 <= figure.x1 + 1 and legend.y0 >= figure.y0 - 1
 
 
 def test_lines_differ_in_dash_or_marker_and_in_lightness() -> None:
@@ -236,6 +261,49 @@ def test_an_svg_keeps_text_and_is_the_same_each_time() -> None:
     assert draw() == draw() and ">nvfp4</text>" in draw()
 
 
+@pytest.mark.parametrize("ending", ["png", "svg", "SVG"])
+def test_a_picture_is_what_its_ending_says(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ending}"
+    drawing.save(lambda ax: hq.plot_formats("mxfp4", ax=ax), path, (6, 2))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") if ending == "png" else b">largest 6</text>" in content
+
+
+@pytest.mark.parametrize("path", ["out", "-", ".svg", "a.jpg", "a.svg.gz", "folder.png/out"])
+def test_a_picture_of_another_ending_is_refused_before_it_is_drawn(path: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"'{path}' ") + r"(ends|has no ending).* ends in \.png or \.svg"):
+        drawing.save(lambda ax: pytest.fail("drawn"), path, (6, 2))
+
+
+# --- axes that somebody else made ---------------------------------------------------------------
+
+
+def test_ticks_that_were_fixed_stay() -> None:
+    for draw in (PLOTS["scales"], PLOTS["groups"]):
+        _, ax = plt.subplots()
+        ax.set_xticks([0, 1.5], ["a", "b"])
+        draw(ax=ax)
+        ax.figure.canvas.draw()
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["scales", "groups"])
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_blocks_and_bars_need_linear_axes(name: str, axis: str) -> None:
+    _, ax = plt.subplots()
+    ax.set(**{f"{axis}scale": "log"})
+    with pytest.raises(ValueError, match=rf"plot_{name} needs axes that are linear, these are .*log along {axis}"):
+        PLOTS[name](ax=ax)
+    assert not ax.has_data(), "nothing was drawn"
+
+
+def test_nothing_to_draw_gives_empty_axes_without_a_warning() -> None:
+    for ax in (hq.plot_formats([]), hq.plot_error(X, []), hq.plot_tradeoff(X, []), plots.plot_products({}),
+               plots.plot_points([])):
+        ax.figure.canvas.draw()
+        assert ax.get_xlabel() and not ax.get_lines()
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -243,6 +311,7 @@ def test_an_svg_keeps_text_and_is_the_same_each_time() -> None:
     ("call", "error", "message"),
     [
         (lambda: hq.plot_scales(hq.quantize(X, rowwise="mxfp8")), TypeError, "of a HybridArray: pass hx.rowwise$"),
+        (lambda: hq.plot_scales(GROUP), TypeError, r"one member of a GroupedArray: pass g\[0\].rowwise$"),
         (lambda: hq.plot_scales(X), TypeError, "takes a QuantizedArray, such as hx.rowwise, not ndarray"),
         (lambda: hq.plot_scales(hq.quantize(X, rowwise="bf16").rowwise), ValueError, "has no scales to draw"),
         (lambda: hq.plot_groups(X), TypeError, "takes a GroupedArray, not ndarray; grouped_quantize"),
@@ -250,6 +319,10 @@ def test_an_svg_keeps_text_and_is_the_same_each_time() -> None:
         (lambda: hq.plot_error(np.array(1, np.float32), "mxfp8"), ValueError, "x is 0-D"),
         (lambda: hq.plot_error(X, "mxfp9"), ValueError, "unknown format 'mxfp9'"),
         (lambda: hq.plot_tradeoff(hq.compare(X, "mxfp8"), ["mxfp8"]), ValueError, "a Comparison has its formats"),
+        (lambda: hq.plot_tradeoff(X[:0]), ValueError, r"shape \(0, 256\) has no element, .*; pass one that has some"),
+        (lambda: hq.plot_tradeoff(hq.compare(X[:0], "mxfp8")), ValueError, "no bits per element"),
+        (lambda: hq.plot_error(X, "fp8_current"), ValueError, "it is a recipe"),
+        (lambda: hq.plot_formats(3), TypeError, "formats is int: 3; give names or formats"),
         (lambda: hq.plot_formats("mxfp9"), ValueError, "unknown format"),
     ],
 )
