@@ -21,13 +21,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import info
+from .drawing import picture_ending, save
 from .interop import convert
 from .operands import default_operands, read_operands
 from .report import Report, count_steps, select, study
 from .tensorfile import FileError
 from .train import RECIPES_OF_THE_STUDY, SIZES, Study, named, not_built
 from .train import study as train_study
-from .train_plot import has_matplotlib, save_picture
+from .train_plot import has_matplotlib, plot_curves
 from .train_text import TextError, read_text
 
 PATIENCE = 2.0
@@ -138,9 +139,7 @@ def _report(options: argparse.Namespace) -> int:
         selection = select(names)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
-    if options.json and options.json == options.html:
-        place = "standard output" if options.json == "-" else options.json
-        raise UsageError(f"--json and --html would both be written to {place}; name another file for one of them")
+    _expect_two_places("--json", options.json, "--html", options.html)
     for target in (options.json, options.html):
         _check_writable(target)
     operands = read_operands(options.files) if options.files else default_operands()
@@ -177,13 +176,30 @@ def _write(report: Report, options: argparse.Namespace) -> None:
         console.print(report)
 
 
+def _expect_two_places(option: str, target: str | None, other_option: str, other: str | None) -> None:
+    if target and other and (target == other or os.path.realpath(target) == os.path.realpath(other)):
+        place = "standard output" if target == "-" else target
+        raise UsageError(
+            f"{option} and {other_option} would both be written to {place}; name another file for one of them"
+        )
+
+
 def _check_writable(target: str | None) -> None:
     if target is None or target == "-":
         return
     path = Path(target)
     folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{path}: cannot be written (no such folder, a folder itself, or no permission)")
+    if path.is_dir():
+        reason = "it is a folder; name a file in it"
+    elif folder.exists() and not folder.is_dir():
+        reason = f"{folder} is no folder"
+    elif not folder.exists():
+        reason = f"no such folder {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = f"no permission to write {'it' if path.exists() else f'in {folder}'}"
+    else:
+        return
+    raise UsageError(f"{path}: cannot be written: {reason}")
 
 
 class _Bar:
@@ -249,10 +265,9 @@ def _train(options: argparse.Namespace) -> int:
         size = replace(size, steps=options.steps)
     if not 0 <= options.seed < 1 << 20:
         raise UsageError(f"--seed {options.seed} is not between 0 and {(1 << 20) - 1}")
+    _check_picture(options)
     for target in (options.json, options.plot):
         _check_writable(target)
-    if options.plot and not has_matplotlib():
-        raise UsageError('--plot needs matplotlib: pip install matplotlib; the plot in the terminal needs nothing')
     module = _array_module(options.device)
     for name, reason in ((name, not_built(recipe, module)) for name, recipe in tuple(recipes.items())):
         if reason and options.recipes is not None:
@@ -273,19 +288,33 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_picture(options: argparse.Namespace) -> None:
+    if options.plot is None:
+        return
+    try:
+        picture_ending(options.plot)
+    except ValueError as error:
+        raise UsageError(f"--plot: {error}") from error
+    _expect_two_places("--json", options.json, "--plot", options.plot)
+    if not has_matplotlib():
+        raise UsageError('--plot needs matplotlib: pip install matplotlib; the plot in the terminal needs nothing')
+
+
 def _write_study(result: Study, options: argparse.Namespace) -> None:
-    if options.plot:
-        try:
-            save_picture(result.curves(), options.plot, f"% over {result.runs[0].recipe}", "step")
-        except ValueError as error:  # an ending that matplotlib does not know
-            raise UsageError(f"{options.plot}: {error}") from error
     text = json.dumps(result.to_dict(), allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
-        return
-    if options.json:
-        Path(options.json).write_text(text, encoding="utf-8")
-    Console(file=sys.stdout, highlight=False).print(result)
+    else:
+        if options.json:
+            Path(options.json).write_text(text, encoding="utf-8")
+        Console(file=sys.stdout, highlight=False).print(result)
+    if options.plot:  # last: whatever fails there, numbers and table are out
+        sys.stdout.flush()
+        what = f"% over {result.runs[0].recipe}"
+        try:
+            save(lambda ax: plot_curves(result.curves(), what, "step", ax=ax), options.plot, (9, 4.5))
+        except OSError as error:
+            raise UsageError(f"{options.plot}: {error.strerror or error}") from error
 
 
 def _array_module(device: str) -> Any:

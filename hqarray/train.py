@@ -18,6 +18,7 @@ import numpy.typing as npt
 from .explore import TextTable, host
 from .linear import quantize_operand
 from .recipes import ROLES, Recipe, as_recipe
+from .tables import for_json
 from .train_model import Adam, Shape, Transformer
 from .train_plot import Curve, text_plot
 from .train_text import Text, batches
@@ -98,14 +99,14 @@ class Study:
     machine: str
 
     def gap(self, run: Run) -> float:
-        """Loss over that of the base, less 1: both saw the same text, whose noise cancels."""
-        return run.loss / self.runs[0].loss - 1
+        """Loss over that of the base, less 1: both saw the same text, whose noise cancels. NaN where both are 0."""
+        return float(_over(run.loss, self.runs[0].loss))
 
     def curves(self) -> list[Curve]:
         """How far each run but the first is above the first, in percent of it, by step; smoothed."""
         base, *others = self.runs
         below = _smooth(base.losses)
-        return [Curve(run.recipe, 100 * (_smooth(run.losses) / below - 1)) for run in others]
+        return [Curve(run.recipe, 100 * _over(_smooth(run.losses), below)) for run in others]
 
     def table(self) -> TextTable:
         rows = tuple(
@@ -126,7 +127,7 @@ class Study:
         return [
             f"loss: cross entropy a byte, mean of the last {tail} steps; every recipe starts from the same values and "
             f"sees the same text.",
-            "held out: on text that was not trained on, after the last step; s: seconds of training.",
+            "held out: on text that was not trained on, after the last step; s: seconds of the steps.",
             "This is one seed; at small sizes another one changes the differences by 1 % and more: repeat with --seed.",
         ]
 
@@ -141,30 +142,35 @@ class Study:
             yield Line(line, no_wrap=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; a loss that is no number is the string "nan" or "inf"."""
+        """Plain values for JSON; numbers that it lacks are the strings "inf", "-inf" and "nan"."""
         runs = {
             run.recipe: {
-                "loss": _number(run.loss), "gap": _number(self.gap(run)), "held_out": _number(run.held_out),
-                "seconds": round(run.seconds, 2), "losses": [_number(loss) for loss in run.losses],
+                "loss": round(run.loss, 6), "gap": round(self.gap(run), 6), "held_out": round(run.held_out, 6),
+                "seconds": round(run.seconds, 2), "losses": [round(loss, 6) for loss in run.losses],
             }
             for run in self.runs
         }
-        return {"size": asdict(self.size), "seed": self.seed, "text": self.text, "digest": self.digest,
-                "parameters": self.parameters, "machine": self.machine, "runs": runs}
+        return for_json({  # type: ignore[no-any-return]
+            "size": asdict(self.size), "seed": self.seed, "text": self.text, "digest": self.digest,
+            "parameters": self.parameters, "machine": self.machine, "runs": runs,
+        })
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Study:
         """What to_dict gave."""
         runs = tuple(
-            Run(name, tuple(float(loss) for loss in run["losses"]), float(run["held_out"]), run["seconds"])
+            Run(name, tuple(float(loss) for loss in run["losses"]), float(run["held_out"]), float(run["seconds"]))
             for name, run in values["runs"].items()
         )
         return cls(runs, Size(**values["size"]), values["seed"], values["text"], values["digest"],
                    values["parameters"], values["machine"])
 
 
-def _number(value: float) -> float | str:
-    return round(value, 6) if math.isfinite(value) else str(value)
+def _over(values: npt.ArrayLike, base: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Each value over its base, less 1; what IEEE 754 says where a base is 0, as the loss of a text known by heart."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio: npt.NDArray[np.float64] = np.divide(values, base) - 1
+    return ratio
 
 
 def _smooth(losses: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -230,8 +236,9 @@ def _train(name: str, recipe: Recipe, text: Text, size: Size, seed: int, module:
         losses[number] = model.loss_and_gradients(pieces[number])  # stays on the device: nothing waits for it
         optimizer.step(model.gradients.flat, _rate(size, number))
         step()
-    values = tuple(map(float, host(losses)))
-    return Run(name, values, float(model.loss(held_out)), time.perf_counter() - started)
+    values = tuple(map(float, host(losses)))  # waits for the last step
+    seconds = time.perf_counter() - started
+    return Run(name, values, float(model.loss(held_out)), seconds)
 
 
 def _rate(size: Size, number: int) -> float:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import cycle
 from string import ascii_lowercase
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from .drawing import LINK, STYLES, colors, own_axes, whole_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HEIGHT = 14
 """Lines of a text plot, without axis and legend."""
 
 SCALE = 0.98
 """Share of the values that must fit the axis: a run's first steps may be far outside."""
+
+MARKS = 10
+"""Markers on a curve, about; each curve has them at other steps."""
+
+EDGE = 0.05
+"""Of the range of curves, above and below it: what is beyond the range is drawn there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +79,7 @@ def _pieces(values: npt.NDArray[np.float64], columns: int) -> list[npt.NDArray[n
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
     """An axis that holds zero and most values."""
-    values = np.concatenate([curve.values for curve in curves])
+    values = np.concatenate([np.empty(0), *(curve.values for curve in curves)])
     values = values[np.isfinite(values)]
     if not len(values):
         return -1.0, 1.0
@@ -88,21 +99,29 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def save_picture(curves: Sequence[Curve], path: str | Path, what: str, along: str) -> None:
-    """Draw the curves into a file whose ending says its type, .png or .svg. Needs matplotlib."""
-    from matplotlib.figure import Figure
+def plot_curves(curves: Sequence[Curve], what: str, along: str, *, ax: Axes | None = None) -> Axes:
+    """Draw curves over the steps of a training, the first step as 1, with a grey line at zero.
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes: Any = figure.add_subplot()
-    for curve in curves:
-        axes.plot(np.arange(1, len(curve.values) + 1), curve.values, label=curve.name, linewidth=1.2)
+    The axis holds zero and most values, as that of the plot in a terminal; what is beyond lies at its edge, and the
+    label says so. Values that are NaN are gaps.
+    """
+    ax = own_axes(ax, (8, 4.5))
+    ax.axhline(0, color=LINK, linewidth=0.8, zorder=1)
+    low, high = _limits(curves)
+    low, high = low - EDGE * (high - low), high + EDGE * (high - low)
+    beyond = False
+    for i, (curve, (dash, marker), color) in enumerate(zip(curves, cycle(STYLES), colors(len(curves)), strict=False)):
+        beyond = beyond or bool(((curve.values < low) | (curve.values > high)).any())
+        every = max(1, len(curve.values) // MARKS)
+        ax.plot(np.arange(1, len(curve.values) + 1), np.clip(curve.values, low, high), dash, marker=marker,
+                markevery=(i * every // len(curves), every), markersize=4, linewidth=1.2, color=color,
+                label=curve.name, clip_on=False)
+    ax.set_ylim(low, high)
+    ax.set(xlabel=along, ylabel=what + " (at the edge: beyond it)" * beyond)
+    whole_ticks(ax.xaxis)
     if curves:
-        axes.set_ylim(*_limits(curves))
-        axes.legend(frameon=False, fontsize="small")
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    axes.set_xlabel(along)
-    axes.set_ylabel(what)
-    figure.savefig(path)
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    return ax
 
 
-__all__ = ["Curve", "has_matplotlib", "save_picture", "text_plot"]
+__all__ = ["Curve", "has_matplotlib", "plot_curves", "text_plot"]

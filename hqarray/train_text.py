@@ -42,12 +42,17 @@ class Text:
 def read_text(path: str | None = None) -> Text:
     """The bytes of a file, or of the topics that Python's help() prints, which come with it.
 
-    Raises TextError where there are none, or too few; OSError for a file that cannot be read.
+    Raises TextError where there are none, too few, or only one value of them; OSError for a file that cannot be read.
     """
     name, content = _topics() if path is None else (path, Path(path).read_bytes())
     if len(content) < SHORTEST:
         raise TextError(f"{name}: {len(content)} bytes are too few to train on; {SHORTEST} or more are needed")
     known, numbers = np.unique(np.frombuffer(content, np.uint8), return_inverse=True)
+    if len(known) == 1:
+        raise TextError(
+            f"{name}: all {len(content)} bytes are {bytes(known)!r}, which leaves nothing to learn; give a text of two "
+            f"values or more"
+        )
     tokens = numbers.astype(np.uint8)
     border = len(tokens) - len(tokens) // HELD_OUT
     digest = hashlib.sha256(content).hexdigest()[:16]

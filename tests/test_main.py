@@ -219,8 +219,14 @@ def test_bad_format_name_gives_one_line(formats: str, message: str, capsys: Capt
 def test_output_that_cannot_be_written_is_found_before_the_work(
     option: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    assert "cannot be written" in fails(capsys, "report", option, str(tmp_path / "no" / "folder"))
-    assert "cannot be written" in fails(capsys, "report", option, str(tmp_path))
+    missing, file = tmp_path / "no", tmp_path / "file"
+    file.write_text("")
+    for target, reason in (
+        (missing / "x", f"no such folder {missing}"),
+        (tmp_path, "it is a folder; name a file in it"),
+        (file / "x", f"{file} is no folder"),
+    ):
+        assert fails(capsys, "report", option, str(target)) == f"hqarray: {target}: cannot be written: {reason}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["report", "--nope"], ["info", "x"]])

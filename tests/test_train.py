@@ -12,7 +12,9 @@ import hqarray as hq
 from hqarray import __main__ as command
 from hqarray import train, train_plot
 from hqarray.__main__ import main
+from hqarray.drawing import STYLES
 from hqarray.train import SIZES, Run, Study
+from hqarray.train_model import Transformer
 from hqarray.train_plot import Curve, text_plot
 from hqarray.train_text import read_text
 
@@ -96,6 +98,41 @@ def test_smoothing_is_a_mean_over_neighbours():
     assert smooth[0] == pytest.approx(values[:6].mean()) and smooth[-1] == pytest.approx(values[-6:].mean())
 
 
+def test_seconds_are_those_of_the_steps(monkeypatch):
+    """Not of the loss on other text after them."""
+    now = [0.0]
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    loss = Transformer.loss
+
+    def slow(model, tokens):
+        now[0] += 100
+        return loss(model, tokens)
+
+    monkeypatch.setattr(Transformer, "loss", slow)
+
+    def step():
+        now[0] += 1
+
+    (run,) = train.study(TEXT, train.named([]), replace(SIZE, steps=3), step=step).runs
+    assert run.seconds == 3
+
+
+def test_recipes_that_differ_in_the_rule_of_delayed_scaling_are_all_trained():
+    rules = [hq.Delayed(), hq.Delayed(margin=1), hq.Delayed(16), hq.Delayed(16, "most_recent")]
+    recipes = [replace(hq.RECIPES["fp8_delayed"], delayed=rule) for rule in rules]
+    assert list(train.named(recipes).values())[1:] == recipes
+
+
+def test_a_base_that_has_nothing_to_lose_has_no_gap():
+    runs = (Run("bf16", (1.0, 0.0, 0.0, 0.0), 0.0, 1.0), Run("a", (1.0,) + (0.0,) * 3, 0.0, 1.0),
+            Run("b", (1.0,) + (0.5,) * 3, 0.0, 1.0))
+    study = Study(runs, SIZE, 0, "", "", 1, "")
+    assert math.isnan(study.gap(runs[1])) and study.gap(runs[2]) == math.inf
+    assert study.curves()[0].values.shape == (4,) and study.table()
+    kept = json.loads(json.dumps(study.to_dict(), allow_nan=False))["runs"]
+    assert kept["a"]["gap"] == "nan" and kept["b"]["gap"] == "inf"
+
+
 # --- plots --------------------------------------------------------------------------------------
 
 
@@ -122,10 +159,49 @@ def test_nothing_is_drawn_of_nothing():
     assert text_plot([], 80, "%", "steps") == []
 
 
-def test_picture_is_drawn_where_matplotlib_is(tmp_path):
-    pytest.importorskip("matplotlib")
-    train_plot.save_picture([Curve("a", np.array([0.0, 1.0, math.nan]))], tmp_path / "a.svg", "%", "steps")
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+def drawn(curves):
+    """Axes with curves, and the line of each."""
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    assert train_plot.plot_curves(curves, "%", "steps", ax=axes) is axes
+    return axes, [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+
+
+def test_curves_are_read_in_black_and_white():
+    axes, lines = drawn([Curve(str(i), np.linspace(0, i, 50)) for i in range(7)])
+    styles = [(line.get_linestyle(), line.get_marker()) for line in lines]
+    assert len(set(styles)) == len(STYLES) and set(styles) == set(STYLES)
+    colors = [line.get_color() for line in lines]
+    assert len(set(colors)) == 7
+    first, every = zip(*(line.get_markevery() for line in lines), strict=True)
+    assert len(set(first)) > 1 and max(first) < 50 / 5 and set(every) == {5}, "marks of two curves are apart"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [str(i) for i in range(7)]
+
+
+def test_what_is_beyond_the_axis_lies_at_its_edge_and_it_is_said():
+    values = np.r_[50.0, np.ones(198), -80.0]
+    axes, (line,) = drawn([Curve("a", values)])
+    low, high = axes.get_ylim()
+    assert line.get_ydata()[0] == high < 2 and line.get_ydata()[-1] == low < 0
+    assert list(line.get_ydata()[1:-1]) == [1] * 198
+    assert axes.get_ylabel() == "% (at the edge: beyond it)"
+    assert drawn([Curve("a", values[1:-1])])[0].get_ylabel() == "%"
+    endless = drawn([Curve("a", np.array([math.inf, math.nan, 1.0]))])[1][0].get_ydata()
+    assert np.isfinite(endless).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 1.0], [-2.0, -2.0], [0.0, 0.0], [1.0, 3.0]], ids=str)
+def test_a_line_of_few_steps_is_seen(values):
+    """Neither on the frame nor without a mark."""
+    axes, (line,) = drawn([Curve("a", np.array(values))])
+    low, high = axes.get_ylim()
+    assert all(low < y < high for y in line.get_ydata())
+    assert line.get_marker() == "o" and line.get_markevery()[1] == 1
+    assert line.get_xdata()[0] == 1 and axes.get_xlim()[0] < 1
+
+
+def test_a_study_of_nothing_but_the_base_has_an_empty_picture():
+    axes, lines = drawn([])
+    assert lines == [] and axes.get_legend() is None
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -155,6 +231,42 @@ def test_training_on_a_file_of_ones_own(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"].endswith("own.txt")
 
 
+def test_the_picture_comes_last_and_nothing_is_lost_with_it(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    numbers, picture = tmp_path / "t.json", tmp_path / "t.svg"
+    arguments = ["train", "--size", "tiny", "--steps", "2", "--recipes", "mxfp8", "--json", str(numbers)]
+    assert main([*arguments, "--plot", str(picture)]) == 0
+    assert ">mxfp8</text>" in picture.read_text() and "mxfp8 " in capsys.readouterr().out
+
+    def fail(*given):
+        raise OSError(28, "No space left on device")
+
+    numbers.unlink()
+    monkeypatch.setattr(command, "save", fail)
+    assert main([*arguments, "--plot", str(picture)]) == 2
+    output, error = capsys.readouterr()
+    assert "mxfp8 " in output and error == f"hqarray: {picture}: No space left on device\n"
+    assert list(json.loads(numbers.read_text())["runs"]) == ["bf16", "mxfp8"]
+
+
+@pytest.mark.parametrize("plot", ["out", "out.jpg", "-", ".svg", "out.svg.gz"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(plot, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "train_study", lambda *given, **named: pytest.fail("trained"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--plot", plot]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hqarray: --plot: {plot!r} ") and "to a file that ends in .png or .svg" in error
+
+
+@pytest.mark.parametrize("json_target", ["a.svg", "./a.svg", "linked.svg"])
+def test_numbers_and_picture_in_one_place_are_refused(json_target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "train_study", lambda *given, **named: pytest.fail("trained"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked.svg").symlink_to("a.svg")
+    assert main(["train", "--json", json_target, "--plot", "a.svg"]) == 2
+    assert f"--json and --plot would both be written to {json_target}; name another" in capsys.readouterr().err
+
+
 def _no_cupy(monkeypatch):
     monkeypatch.setitem(command.sys.modules, "cupy", None)
 
@@ -168,7 +280,8 @@ def _no_cupy(monkeypatch):
         (["--seed", "-1"], "--seed -1 is not between 0 and"),
         (["--text", "no/such/file"], "no/such/file: No such file or directory"),
         (["--text", __file__ + ".short"], "8 bytes are too few to train on"),
-        (["--json", "no/such/folder/x.json"], "cannot be written"),
+        (["--text", __file__ + ".same"], "all 20000 bytes are b'a', which leaves nothing to learn; give a"),
+        (["--json", "no/such/folder/x.json"], "x.json: cannot be written: no such folder no/such/folder"),
         (["--plot", "x.png"], "--plot needs matplotlib: pip install matplotlib"),
         (["--device", "gpu"], '--device gpu needs CuPy: pip install "hqarray[cuda13]"'),
     ],
@@ -179,6 +292,10 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monke
         short = tmp_path / "short.txt"
         short.write_bytes(b"8 bytes.")
         arguments = ["--text", str(short)]
+    if arguments[-1].endswith(".same"):
+        same = tmp_path / "same.txt"
+        same.write_bytes(b"a" * 20000)
+        arguments = ["--text", str(same)]
     _no_cupy(monkeypatch)
     monkeypatch.setattr(command, "has_matplotlib", lambda: False)
     assert main(["train", *arguments]) == 2
