@@ -127,7 +127,7 @@ class Study:
         return [
             f"loss: cross entropy a byte, mean of the last {tail} steps; every recipe starts from the same values and "
             f"sees the same text.",
-            "held out: on text that was not trained on, after the last step; s: seconds of the steps.",
+            "held out: on text that was not trained on, after the last step; s: seconds of training.",
             "This is one seed; at small sizes another one changes the differences by 1 % and more: repeat with --seed.",
         ]
 
