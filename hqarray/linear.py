@@ -10,7 +10,7 @@ import numpy as np
 from . import ops
 from .arrays import HybridArray
 from .formats import Format
-from .inputs import Slots, as_ours
+from .inputs import SEEDS, Slots, as_ours
 from .layout import Array
 from .recipes import ROLES, Recipe, Role, as_recipe
 
@@ -48,8 +48,8 @@ def linear_forward(
              delayed scaling needs, or float32 (3,); None measures them
     returns  y = x @ w.T (..., n), of the dtype that matmul gives, and Saved, which holds no rowwise part
 
-    Raises ValueError for shapes that do not match, an array quantized in other formats, or a seed or an amax that the
-    recipe needs and is not there.
+    Raises ValueError for shapes that do not match, an array quantized in other formats, an amax that the recipe needs
+    and is not there, or a missing seed where x or w is rounded at random; that of dy is missed by linear_backward.
     """
     recipe = as_recipe(recipe)
     check_amaxes(recipe, amax)
@@ -134,7 +134,9 @@ def seed_of(role: Role, seed: Any) -> Any:
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return (int(seed) + step) % (1 << 64) if 0 <= seed < 1 << 64 else seed
     array = as_ours(seed, "seed")
-    return array.astype(np.uint64, copy=False) + np.uint64(step) if hasattr(array, "astype") else seed
+    if getattr(array, "dtype", None) not in SEEDS or array.size != 1:
+        return seed  # quantize says what is wrong with it
+    return array.astype(np.uint64, copy=False) + np.uint64(step)
 
 
 def _check_quantized(values: HybridArray, recipe: Recipe, role: Role) -> None:
