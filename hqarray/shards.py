@@ -1,7 +1,8 @@
 """Pieces of a matrix that lie in different processes, quantized as the matrix would be.
 
 One amax for the whole matrix is hq.amax(piece, format), of a rotated columnwise part hq.amax(piece.T, format), reduced
-over all processes (MAX) by NCCL or MPI, and then given to quantize_shard; whatever else a format needs lies within a piece that cuts no block.
+over all processes (MAX) by NCCL or MPI, and then given to quantize_shard. Whatever else a format needs lies within a
+piece that cuts no block.
 """
 
 from __future__ import annotations
