@@ -67,7 +67,7 @@ def as_array(values: Any, what: str) -> Array:
         swapped = "" if values.dtype.isnative else " in this machine's byte order"
         raise TypeError(
             f"{what} has dtype {values.dtype.str if swapped else values.dtype}; float32, float16, bfloat16 and float64 "
-            f"are read{swapped}, use .astype({'float32' if not swapped else repr(values.dtype.newbyteorder('=').name)})"
+            f"are read{swapped}, use .astype({('float32' if not swapped else values.dtype.newbyteorder('=').name)!r})"
         )
     return values
 
