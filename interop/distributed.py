@@ -1,0 +1,315 @@
+"""Ranks: the few collectives that sharded matrices need, on the engines that people run already.
+
+    ranks = as_ranks(group)       # a torch.distributed process group, CuPy's NCCL communicator, or Alone()
+
+Nothing else in the library knows how ranks talk. Arrays are NumPy's (gloo) or CuPy's (NCCL). A call is ordered after
+CuPy's current stream and before what follows there; the host waits for nothing that the engine does not wait for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hqarray.inputs import place
+from hqarray.layout import Array, namespace
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed on this rank: its name, rank and shapes, and the engine's own words."""
+
+
+class Ranks(ABC):
+    """So many processes, each with a rank; an engine says how four collectives are done.
+
+    rank    of this process
+    size    how many there are
+    engine  named in errors
+
+    Sizes are counted along the first axis and known to the host; what lies on a device has sizes there only in the
+    sense of `experts`, which sends equal shares. Arrays are C-contiguous.
+    """
+
+    rank: int
+    size: int
+    engine: str
+
+    def all_reduce_max(self, array: Array) -> None:
+        """Each element becomes the largest that any rank holds there; float32, in place."""
+        self._expect("all_reduce_max", array.dtype == FLOAT32, "float32", array)
+        if self.size > 1 and array.size:
+            self._run("all_reduce_max", self._all_reduce_max, array)
+
+    def all_gather(self, array: Array, out: Array, sizes: Sequence[int] | None = None) -> None:
+        """What all ranks hold, one after another, on every rank.
+
+        array  (n, ...)
+        out    (sum of all n, ...)
+        sizes  n of each rank; None: all alike. Unequal ones are sent from rank to rank.
+        """
+        shares = [len(array)] * self.size if sizes is None else [int(n) for n in sizes]
+        fits = len(shares) == self.size and shares[self.rank] == len(array) and sum(shares) == len(out)
+        self._expect("all_gather", fits and _alike(array, out), f"rows {shares}, one number for each rank", array, out)
+        if out.size:
+            self._run("all_gather", self._all_gather, _rows(array), _rows(out), shares)
+
+    def reduce_scatter(self, array: Array, out: Array) -> None:
+        """The sum over all ranks of what they hold for this one, float32: array (size, *out.shape)."""
+        fits = array.dtype == out.dtype == FLOAT32 and array.shape == (self.size, *out.shape)
+        self._expect("reduce_scatter", fits and _contiguous(array, out), "float32 (size, ...) and (...)", array, out)
+        if out.size:
+            self._run("reduce_scatter", self._reduce_scatter, array, out)
+
+    def all_to_all(
+        self, array: Array, out: Array, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> None:
+        """Rows for each rank go there, in the order of ranks; rows from each rank arrive, in that order.
+
+        sent, received  rows for and from each rank; None: equal shares
+        """
+        shares = [[len(x) // self.size] * self.size if given is None else [int(n) for n in given]
+                  for x, given in ((array, sent), (out, received))]
+        fits = all(len(n) == self.size and sum(n) == len(x) for n, x in zip(shares, (array, out), strict=True))
+        fits = fits and _alike(array, out) and shares[0][self.rank] == shares[1][self.rank]
+        self._expect("all_to_all", fits, f"rows {shares[0]} sent and {shares[1]} received", array, out)
+        if array.nbytes or out.nbytes or sent is not None:
+            self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
+
+    # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
+
+    @abstractmethod
+    def _all_reduce_max(self, array: Array) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, array: Array, out: Array) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None: ...
+
+    # --- errors ---
+
+    def _expect(self, what: str, fits: bool, wanted: str, *arrays: Array) -> None:
+        if not fits:
+            raise ValueError(f"{what} on {self} takes C-contiguous {wanted}, not {_described(arrays)}")
+
+    def _run(self, what: str, call: Callable[..., None], *given: Any) -> None:
+        try:
+            call(*given)
+        except Exception as error:  # whatever the engine raises
+            self._fail(what, error, given)
+
+    def _fail(self, what: str, error: Exception, given: Sequence[Any]) -> NoReturn:
+        arrays = [x for x in given if hasattr(x, "dtype")]
+        raise CollectiveError(f"{what} failed on {self} with {_described(arrays)}: {error}") from error
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.engine})"
+
+
+def _described(arrays: Sequence[Array]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype.name}" for x in arrays)
+
+
+def _contiguous(*arrays: Array) -> bool:
+    return all(x.flags.c_contiguous for x in arrays)
+
+
+def _alike(array: Array, out: Array) -> bool:
+    return _contiguous(array, out) and array.dtype == out.dtype and array.shape[1:] == out.shape[1:]
+
+
+def _rows(array: Array) -> Array:
+    """(n, ...) as (n, bytes), so that an engine needs no type but bytes."""
+    return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
+
+
+def _chunks(rows: Array, sizes: Sequence[int]) -> list[Array]:
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [rows[start:end] for start, end in pairwise(ends)]
+
+
+# --- one process --------------------------------------------------------------------------------
+
+
+class Alone(Ranks):
+    """One rank: what a program is without the others, and the reference of what they do together."""
+
+    rank, size, engine = 0, 1, "one process"
+
+    def _all_reduce_max(self, array: Array) -> None:
+        raise NotImplementedError  # never called: one rank's is the largest
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        out[...] = array
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        out[...] = array[0]
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        out[...] = array
+
+
+# --- torch.distributed --------------------------------------------------------------------------
+
+
+class TorchRanks(Ranks):
+    """A process group of torch.distributed: gloo for NumPy arrays, NCCL for CuPy's.
+
+    group  None: all processes
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        from . import torch_arrays
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("there is no process group; call torch.distributed.init_process_group(...) first")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
+        self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
+        self._dist, self._arrays = dist, torch_arrays
+        # torch 2.13 gave them new names
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def _run(self, what: str, call: Callable[..., None], *given: Any) -> None:
+        """Torch's stream after CuPy's, and CuPy's after it."""
+        ordinal = place(given[0])
+        if ordinal < 0:
+            super()._run(what, call, *given)
+            return
+        cuda = self._arrays._cuda()
+        cuda.order(ordinal, torch_first=False)
+        super()._run(what, call, *given)
+        cuda.order(ordinal, torch_first=True)
+
+    def _all_reduce_max(self, array: Array) -> None:
+        self._dist.all_reduce(self._arrays.as_tensor(array), op=self._dist.ReduceOp.MAX, group=self.group)
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        dist, tensor = self._dist, self._arrays.as_tensor
+        if len(set(sizes)) == 1:
+            self._gather(tensor(out), tensor(array), group=self.group)
+            return
+        chunks, mine, calls = _chunks(out, sizes), None if not array.size else tensor(array), []
+        for peer, chunk in enumerate(chunks):
+            if peer == self.rank:
+                chunk[...] = array
+                continue
+            if chunk.size:
+                calls.append(dist.P2POp(dist.irecv, tensor(chunk), group=self.group, group_peer=peer))
+            if mine is not None:
+                calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        tensor = self._arrays.as_tensor
+        self._scatter(tensor(out.reshape(-1)), tensor(array.reshape(-1)), group=self.group)
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        tensor = self._arrays.as_tensor
+        self._dist.all_to_all_single(tensor(out), tensor(array), received, sent, group=self.group)
+
+
+# --- CuPy's NCCL --------------------------------------------------------------------------------
+
+
+class NcclRanks(Ranks):
+    """A communicator of cupy.cuda.nccl; calls run on CuPy's current stream."""
+
+    def __init__(self, communicator: Any) -> None:
+        from cupy.cuda import get_current_stream, nccl
+
+        self.communicator = communicator
+        self.rank, self.size = communicator.rank_id(), communicator.size()
+        self.engine = "CuPy, NCCL"
+        self._nccl, self._stream = nccl, get_current_stream
+
+    def _all_reduce_max(self, array: Array) -> None:
+        nccl, at = self._nccl, array.data.ptr
+        self.communicator.allReduce(at, at, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_MAX, self._stream().ptr)
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        if len(set(sizes)) == 1:
+            nccl, stream = self._nccl, self._stream().ptr
+            self.communicator.allGather(array.data.ptr, out.data.ptr, array.size, nccl.NCCL_UINT8, stream)
+            return
+        self._exchange([array] * self.size, _chunks(out, sizes))
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        nccl = self._nccl
+        self.communicator.reduceScatter(
+            array.data.ptr, out.data.ptr, out.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream().ptr
+        )
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        self._exchange(_chunks(array, sent), _chunks(out, received))
+
+    def _exchange(self, sent: list[Array], received: list[Array]) -> None:
+        """A chunk to each rank and one from each, as one operation of NCCL."""
+        communicator, kind, stream = self.communicator, self._nccl.NCCL_UINT8, self._stream().ptr
+        received[self.rank][...] = sent[self.rank]
+        self._nccl.groupStart()
+        try:
+            for peer, (out, mine) in enumerate(zip(received, sent, strict=True)):
+                if peer != self.rank:
+                    if mine.size:
+                        communicator.send(mine.data.ptr, mine.size, kind, peer, stream)
+                    if out.size:
+                        communicator.recv(out.data.ptr, out.size, kind, peer, stream)
+        finally:
+            self._nccl.groupEnd()
+
+
+# --- any of them --------------------------------------------------------------------------------
+
+
+def as_ranks(engine: Any = None) -> Ranks:
+    """The ranks of a process group.
+
+    engine  a torch.distributed group (None: all processes), a cupy.cuda.nccl.NcclCommunicator, what
+            cupyx.distributed.init_process_group gave, or Ranks
+    Raises TypeError for anything else.
+    """
+    if isinstance(engine, Ranks):
+        return engine
+    kind = type(engine)
+    home = kind.__module__.partition(".")[0]
+    if engine is None or home == "torch":
+        return TorchRanks(engine)
+    if home in ("cupy", "cupyx", "cupy_backends"):
+        # cupyx's class of backends names the communicator so, and offers no other way to sizes that differ
+        return NcclRanks(getattr(engine, "_comm", engine))
+    raise TypeError(
+        f"ranks are a torch.distributed process group, a cupy.cuda.nccl.NcclCommunicator or Ranks, not "
+        f"{kind.__name__}; Alone() is one process"
+    )
+
+
+def exchange(ranks: Ranks, numbers: Sequence[int], like: Array) -> list[tuple[int, ...]]:
+    """What all ranks say, so many integers each, on the host. Synchronises; for what is agreed on once.
+
+    like  an array where the engine works: it says where the numbers are sent from
+    """
+    module = namespace(like)
+    mine = module.asarray(np.array([numbers], np.int64))
+    every = module.empty((ranks.size, len(numbers)), np.int64)
+    ranks.all_gather(mine, every)
+    return [tuple(row) for row in (every.get() if hasattr(every, "get") else every).tolist()]
+
+
+__all__ = ["Alone", "CollectiveError", "NcclRanks", "Ranks", "TorchRanks", "as_ranks", "exchange"]

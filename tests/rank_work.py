@@ -1,0 +1,94 @@
+"""What ranks do in the tests of distributed work: functions that tests/rank_pool.py sends to them.
+
+Each makes the whole matrix from a seed, takes its piece, and returns arrays of bytes to be compared with the whole's.
+"""
+
+import numpy as np
+
+from hqarray import testing
+from hqarray.interop.distributed import CollectiveError, exchange
+from hqarray.interop.sharding import Sharding, all_gather, quantize_sharded
+
+SEED = 123
+
+
+def here(ranks, array):
+    """An array where the engine works."""
+    if "nccl" not in ranks.engine:
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def host(array):
+    return array.get() if hasattr(array, "get") else array
+
+
+def matrix(shape, seed=3):
+    return testing.matrix("wide", shape, np.float32, seed=seed)
+
+
+def base(part):
+    return None if part is None else host(part.buffers.base)
+
+
+def collectives(ranks):
+    """Each of the four, with sizes alike, unlike and zero."""
+    r, n, results = ranks.rank, ranks.size, {}
+    mine = here(ranks, np.array([r, -r, np.inf if r == n - 1 else 0], np.float32))
+    ranks.all_reduce_max(mine)
+    results["max"] = host(mine)
+    out = here(ranks, np.zeros((n, 3), np.float32))
+    ranks.all_gather(here(ranks, np.full((1, 3), r, np.float32)), out)
+    results["alike"] = host(out)
+    sizes = [i % 3 for i in range(n)]
+    out = here(ranks, np.zeros((sum(sizes), 2), np.uint8))
+    ranks.all_gather(here(ranks, np.full((sizes[r], 2), r, np.uint8)), out, sizes)
+    results["unlike"] = host(out)
+    out = here(ranks, np.zeros((2, 2), np.float32))
+    ranks.reduce_scatter(here(ranks, np.arange(n * 4, dtype=np.float32).reshape(n, 2, 2) * (r + 1)), out)
+    results["sum"] = host(out)
+    sent, received = [(r + i) % 3 for i in range(n)], [(i + r) % 3 for i in range(n)]
+    out = here(ranks, np.zeros((sum(received), 1), np.int64))
+    ranks.all_to_all(here(ranks, np.repeat(np.arange(n) + 10 * r, sent).reshape(-1, 1)), out, sent, received)
+    results["rows"] = host(out)[:, 0]
+    out = here(ranks, np.zeros((n, 2), np.int32))
+    ranks.all_to_all(here(ranks, np.full((n, 2), r, np.int32)), out)
+    results["equal"] = host(out)[:, 0]
+    results["said"] = exchange(ranks, (r, r * r), out)
+    return results
+
+
+def quantized_and_gathered(ranks, shape, sharding, formats, options, only=None):
+    """Bytes of both parts of the gathered matrix."""
+    piece = here(ranks, np.ascontiguousarray(matrix(shape)[sharding.slices(ranks.rank)]))
+    assert Sharding.agreed(piece, ranks, axis=sharding.axis) == sharding
+    h = quantize_sharded(piece, sharding, ranks, **formats, **options)
+    whole = all_gather(h, sharding, ranks, only=only)
+    assert whole.shape == shape and whole.derived == (h.derived if only != "rowwise" else None)
+    return base(whole.rowwise), base(whole.columnwise)
+
+
+def of_unlike_pieces(ranks, shapes, dtypes, axis):
+    Sharding.agreed(here(ranks, np.ones(shapes[ranks.rank], dtypes[ranks.rank])), ranks, axis=axis)
+
+
+def cut_block(ranks, sharding):
+    quantize_sharded(here(ranks, np.ones(sharding.piece_shape(ranks.rank), np.float32)), sharding, ranks,
+                     rowwise="mxfp8")
+
+
+def gather_from_all(ranks):
+    """A gather in which a rank that is not there is waited for: what it said."""
+    try:
+        ranks.all_gather(np.ones((1, 4), np.float32), np.ones((ranks.size, 4), np.float32))
+    except CollectiveError as error:
+        return str(error)
+    return "all were there"
+
+
+def changed_piece(ranks, sharding):
+    """The last rank holds another number of rows than was agreed on."""
+    rows = 4 + (ranks.rank == ranks.size - 1)
+    quantize_sharded(np.ones((rows, 64), np.float32), sharding, ranks, rowwise="fp8_e4m3")
