@@ -57,7 +57,7 @@ class Pool:
     """size ranks; use as a context."""
 
     def __init__(self, size, backend="gloo", *, timeout=60, engine_timeout=ENGINE_TIMEOUT):
-        self.size, self.timeout, self.is_broken = size, timeout, False
+        self.size, self.backend, self.timeout, self.is_broken = size, backend, timeout, False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "hqarray.interop.torch_arrays"])  # imported once for all
         self.folder = tempfile.TemporaryDirectory()

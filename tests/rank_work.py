@@ -7,6 +7,7 @@ import numpy as np
 
 from hqarray import testing
 from hqarray.interop.distributed import CollectiveError, exchange
+from hqarray.interop.parallel import parallel_backward, parallel_forward
 from hqarray.interop.sharding import Sharding, all_gather, quantize_sharded
 
 SEED = 123
@@ -92,3 +93,21 @@ def changed_piece(ranks, sharding):
     """The last rank holds another number of rows than was agreed on."""
     rows = 4 + (ranks.rank == ranks.size - 1)
     quantize_sharded(np.ones((rows, 64), np.float32), sharding, ranks, rowwise="fp8_e4m3")
+
+
+# --- a linear layer -----------------------------------------------------------------------------
+
+
+def operands(sizes):
+    m, n, k = sizes
+    return (testing.matrix("gauss", shape, np.float32, seed=i) for i, shape in enumerate([(m, k), (n, k), (m, n)]))
+
+
+def linear_layer(ranks, spread, recipe, dtype):
+    """Pieces of y, dx and dw, and the bytes of what was saved."""
+    x, w, dy = (value.astype(dtype) for value in operands(spread.sizes))
+    x, w, dy = (here(ranks, np.ascontiguousarray(value[sharding.slices(ranks.rank)]))
+                for value, sharding in ((x, spread.x), (w, spread.w), (dy, spread.y)))
+    y, saved = parallel_forward(x, w, recipe, spread, ranks, seed=SEED)
+    dx, dw = parallel_backward(dy, saved, ranks)
+    return host(y), host(dx), host(dw), base(saved.linear.x.columnwise), saved.nbytes
