@@ -7,6 +7,8 @@ import numpy as np
 
 from hqarray import testing
 from hqarray.interop.distributed import CollectiveError, exchange
+from hqarray.interop.expert_linear import experts_backward, experts_forward
+from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.parallel import parallel_backward, parallel_forward
 from hqarray.interop.sharding import Sharding, all_gather, quantize_sharded
 
@@ -111,3 +113,69 @@ def linear_layer(ranks, spread, recipe, dtype):
     y, saved = parallel_forward(x, w, recipe, spread, ranks, seed=SEED)
     dx, dw = parallel_backward(dy, saved, ranks)
     return host(y), host(dx), host(dw), base(saved.linear.x.columnwise), saved.nbytes
+
+
+# --- experts ------------------------------------------------------------------------------------
+
+EXPERTS, TOP, TOKENS, N, K = 8, 2, 37, 48, 96
+
+
+def tokens_of(rank, top=TOP):
+    """x, choices, weights and dy of a rank's tokens; expert 5 gets none, and rank 1 has no tokens."""
+    count, rng = (0 if rank == 1 else TOKENS + rank), np.random.default_rng(rank)
+    x = testing.matrix("wide", (count, K), np.float32, seed=10 + rank)
+    chosen = [rng.permutation([0, 1, 2, 3, 4, 6, 7])[:top] for _ in range(count)]
+    choices = np.array(chosen, np.int64).reshape(count, top)
+    weights = rng.random((count, top), np.float32)
+    return x, choices, weights, testing.matrix("gauss", (count, N), np.float32, seed=20 + rank)
+
+
+def expert_weights():
+    return testing.matrix("gauss", (EXPERTS * N, K), np.float32, seed=30).reshape(EXPERTS, N, K)
+
+
+def mine(ranks, experts):
+    local = EXPERTS // ranks.size
+    return experts[ranks.rank * local : (ranks.rank + 1) * local]
+
+
+def members(group):
+    """Codes, scales, global scale and amax of each member of a rowwise part."""
+    group = group.to_host()
+    found = []
+    for i in range(len(group)):
+        part = group[i].rowwise
+        found.append([None if x is None else host(x) for x in (part.codes, part.scales, part.global_scale, part.amax)])
+    return found
+
+
+def dispatched(ranks, name, capacity):
+    x, choices, *_ = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    group = dispatch(here(ranks, x), route, ranks, name)
+    beyond = host(group.rowwise.codes)[int(host(route.sizes).sum()) :]
+    return members(group), not beyond.view(np.uint8).any()
+
+
+def there_and_back(ranks, capacity, format):
+    """Tokens sent to experts that leave them alone, and their weighted sums."""
+    x, choices, weights, _ = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    y = dispatch(here(ranks, x), route, ranks, "fp32").rowwise.codes
+    return host(combine(y, route, ranks, weights=here(ranks, weights), format=format))
+
+
+def expert_layer(ranks, recipe, capacity, weighted=True):
+    x, choices, weights, dy = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    w, weights = here(ranks, mine(ranks, expert_weights())), here(ranks, weights) if weighted else None
+    y, saved = experts_forward(here(ranks, x), w, route, recipe, ranks, weights=weights, seed=SEED)
+    gradients = experts_backward(here(ranks, dy), saved, ranks)
+    return [None if value is None else host(value) for value in (y, *gradients)]
+
+
+def unlike_tokens(ranks):
+    """The last rank's tokens are not those of its route."""
+    x, choices, *_ = tokens_of(0)
+    route = make_route(choices, EXPERTS, ranks)
+    dispatch(x[: len(x) - (ranks.rank == ranks.size - 1)], route, ranks, "fp8_e4m3")
