@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ class CollectiveError(RuntimeError):
 
 
 class Ranks(ABC):
-    """So many processes, each with a rank; an engine says how four collectives are done.
+    """So many processes, each with a rank; an engine says how five collectives are done.
 
     rank    of this process
     size    how many there are
@@ -82,6 +83,20 @@ class Ranks(ABC):
         if array.nbytes or out.nbytes or sent is not None:
             self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
 
+    def start_spread(self, messages: Sequence[tuple[Array, Sequence[Array]]]) -> Callable[[], None]:
+        """Begin to send arrays to all ranks, each into places of its own; (array, out): rank i's array goes to out[i].
+
+        returns  what must be called before the places are read, or arrays written: it makes CuPy's stream wait (on the
+                 CPU the host). Until then engines that have a stream of their own work beside the caller's.
+        """
+        given = [x for array, out in messages for x in (array, *out)]
+        for array, out in messages:
+            fits = len(out) == self.size and all(_alike(array, x) for x in out) and out[self.rank].shape == array.shape
+            self._expect("start_spread", fits, f"arrays for {self.size} ranks", array, *out)
+        rows = [(_rows(array), [_rows(x) for x in out]) for array, out in messages]
+        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, rows), *given)
+        return partial(self._run, "start_spread", lambda *_: finish(), *given)
+
     # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
 
     @abstractmethod
@@ -96,15 +111,18 @@ class Ranks(ABC):
     @abstractmethod
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None: ...
 
+    @abstractmethod
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]: ...
+
     # --- errors ---
 
     def _expect(self, what: str, fits: bool, wanted: str, *arrays: Array) -> None:
         if not fits:
             raise ValueError(f"{what} on {self} takes C-contiguous {wanted}, not {_described(arrays)}")
 
-    def _run(self, what: str, call: Callable[..., None], *given: Any) -> None:
+    def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
         try:
-            call(*given)
+            return call(*given)
         except Exception as error:  # whatever the engine raises
             self._fail(what, error, given)
 
@@ -133,6 +151,10 @@ def _rows(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
 
 
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
 def _chunks(rows: Array, sizes: Sequence[int]) -> list[Array]:
     ends = np.cumsum([0, *sizes]).tolist()
     return [rows[start:end] for start, end in pairwise(ends)]
@@ -157,6 +179,11 @@ class Alone(Ranks):
 
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
         out[...] = array
+
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        for array, (out,) in messages:
+            out[...] = array
+        return _nothing
 
 
 # --- torch.distributed --------------------------------------------------------------------------
@@ -185,36 +212,48 @@ class TorchRanks(Ranks):
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def _run(self, what: str, call: Callable[..., None], *given: Any) -> None:
+    def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
         """Torch's stream after CuPy's, and CuPy's after it."""
         ordinal = place(given[0])
         if ordinal < 0:
-            super()._run(what, call, *given)
-            return
+            return super()._run(what, call, *given)
         cuda = self._arrays._cuda()
         cuda.order(ordinal, torch_first=False)
-        super()._run(what, call, *given)
+        result = super()._run(what, call, *given)
         cuda.order(ordinal, torch_first=True)
+        return result
 
     def _all_reduce_max(self, array: Array) -> None:
         self._dist.all_reduce(self._arrays.as_tensor(array), op=self._dist.ReduceOp.MAX, group=self.group)
 
     def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
-        dist, tensor = self._dist, self._arrays.as_tensor
+        tensor = self._arrays.as_tensor
         if len(set(sizes)) == 1:
             self._gather(tensor(out), tensor(array), group=self.group)
             return
-        chunks, mine, calls = _chunks(out, sizes), None if not array.size else tensor(array), []
-        for peer, chunk in enumerate(chunks):
-            if peer == self.rank:
-                chunk[...] = array
-                continue
-            if chunk.size:
-                calls.append(dist.P2POp(dist.irecv, tensor(chunk), group=self.group, group_peer=peer))
-            if mine is not None:
-                calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
-        for work in dist.batch_isend_irecv(calls):
-            work.wait()
+        self._spread([(array, _chunks(out, sizes))])()
+
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        dist, tensor, calls = self._dist, self._arrays.as_tensor, []
+        for array, out in messages:
+            mine = tensor(array) if array.size else None
+            for peer, chunk in enumerate(out):
+                if peer == self.rank:
+                    continue
+                if chunk.size:
+                    calls.append(dist.P2POp(dist.irecv, tensor(chunk), group=self.group, group_peer=peer))
+                if mine is not None:
+                    calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
+        works = dist.batch_isend_irecv(calls) if calls else []
+        for array, out in messages:  # beside what travels: not before it on the caller's stream
+            out[self.rank][...] = array
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            calls.clear()  # the memory is not needed any more
+
+        return finish
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
@@ -248,7 +287,7 @@ class NcclRanks(Ranks):
             nccl, stream = self._nccl, self._stream().ptr
             self.communicator.allGather(array.data.ptr, out.data.ptr, array.size, nccl.NCCL_UINT8, stream)
             return
-        self._exchange([array] * self.size, _chunks(out, sizes))
+        self._spread([(array, _chunks(out, sizes))])
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         nccl = self._nccl
@@ -257,15 +296,19 @@ class NcclRanks(Ranks):
         )
 
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
-        self._exchange(_chunks(array, sent), _chunks(out, received))
+        self._exchange([(_chunks(array, sent), _chunks(out, received))])
 
-    def _exchange(self, sent: list[Array], received: list[Array]) -> None:
-        """A chunk to each rank and one from each, as one operation of NCCL."""
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        self._exchange([([array] * self.size, out) for array, out in messages])
+        return _nothing
+
+    def _exchange(self, messages: Sequence[tuple[Sequence[Array], Sequence[Array]]]) -> None:
+        """Of each message a chunk to each rank and one from each, all of it one operation of NCCL."""
         communicator, kind, stream = self.communicator, self._nccl.NCCL_UINT8, self._stream().ptr
-        received[self.rank][...] = sent[self.rank]
         self._nccl.groupStart()
         try:
-            for peer, (out, mine) in enumerate(zip(received, sent, strict=True)):
+            for peer, (mine, out) in ((i, pair) for message in messages
+                                      for i, pair in enumerate(zip(*message, strict=True))):
                 if peer != self.rank:
                     if mine.size:
                         communicator.send(mine.data.ptr, mine.size, kind, peer, stream)
@@ -273,6 +316,8 @@ class NcclRanks(Ranks):
                         communicator.recv(out.data.ptr, out.size, kind, peer, stream)
         finally:
             self._nccl.groupEnd()
+        for sent, received in messages:
+            received[self.rank][...] = sent[self.rank]
 
 
 # --- any of them --------------------------------------------------------------------------------

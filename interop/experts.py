@@ -42,6 +42,9 @@ class Route:
     capacity     rows that are sent to each rank, whatever the sizes, which the host then does not know; None: just
                  those that are wanted
     shares       rows for each rank and from each, on the host; None with a capacity
+    places       int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive
+    is_there     bool (rows,): whether it is some expert's; what is not is counted as row 0
+    sizes        int64 (local,): rows of each of this rank's experts
     """
 
     tokens: int
@@ -52,6 +55,9 @@ class Route:
     received: Array
     capacity: int | None
     shares: tuple[list[int], list[int]] | None
+    places: Array
+    is_there: Array
+    sizes: Array
 
     @property
     def num_local(self) -> int:
@@ -61,23 +67,17 @@ class Route:
     @property
     def arriving(self) -> int:
         """Rows that arrive, or that there is room for."""
-        return sum(self.shares[1]) if self.shares is not None else len(self.received) * (self.capacity or 0)
+        return len(self.places)
 
-    @property
-    def sizes(self) -> Array:
-        """Rows of each expert of this rank: int64 (local,)."""
-        return self.received.sum(axis=0)
 
-    @property
-    def places(self) -> tuple[Array, Array]:
-        """For each row as experts have them, where it arrives; and which rows are some expert's."""
-        module, (size, local) = namespace(self.received), self.received.shape
-        lengths = self.received.T.reshape(-1)  # expert by expert, in each rank by rank
-        before = _starts(self.received.reshape(-1)).reshape(size, local)  # rank by rank, as they arrive
-        if self.capacity is not None:
-            before = before - before[:, :1] + self.capacity * module.arange(size)[:, None]
-        row, run, is_there = _runs(lengths, self.arriving)
-        return row + before.T.reshape(-1)[run], is_there
+def _places(received: Array, count: int, capacity: int | None) -> tuple[Array, Array]:
+    """Where each row, as experts have them, is among those that arrive; and which rows are some expert's."""
+    module, (size, local) = namespace(received), received.shape
+    before = _starts(received.reshape(-1)).reshape(size, local)  # rank by rank, as they arrive
+    if capacity is not None:
+        before = before - before[:, :1] + capacity * module.arange(size)[:, None]
+    row, run, is_there = _runs(received.T.reshape(-1), count)  # expert by expert, of each rank by rank
+    return row + before.T.reshape(-1)[run], is_there
 
 
 def make_route(choices: Any, num_experts: int, ranks: Any, *, capacity: int | None = None) -> Route:
@@ -120,8 +120,11 @@ def make_route(choices: Any, num_experts: int, ranks: Any, *, capacity: int | No
             both = module.stack([sent.sum(axis=1), received.sum(axis=1)])
             outgoing, incoming = (both.get() if hasattr(both, "get") else both).tolist()
             shares = outgoing, incoming
+        count = sum(shares[1]) if shares is not None else ranks.size * (capacity or 0)
+        places = _places(received, count, capacity)
+        sizes = module.ascontiguousarray(received.sum(axis=0))
     tokens, top = choices.shape
-    return Route(tokens, top, order, lengths, wanted, received, capacity, shares)
+    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, *places, sizes)
 
 
 def _sizes_of(ends: Array) -> Array:
@@ -156,32 +159,30 @@ def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
     """
     module = namespace(rows)
     arrived = module.empty((route.arriving, rows.shape[1]), rows.dtype)
-    places, _ = route.places
     if route.shares is not None:
         ranks.all_to_all(rows, arrived, *route.shares)
-        return arrived[places]
+        return arrived[route.places]
     assert route.capacity is not None
     chosen = _starts(route.wanted)[:, None] + module.arange(route.capacity)
     chosen = module.minimum(chosen.reshape(-1), max(len(rows) - 1, 0))  # what is not wanted is some row
     leaving = rows[chosen] if len(rows) else module.zeros((len(chosen), rows.shape[1]), rows.dtype)
     ranks.all_to_all(leaving, arrived)
-    return arrived[places]
+    return arrived[route.places]
 
 
 def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
     """Rows as this rank's experts have them to where they came from; those that return here, slot by slot."""
     module = namespace(rows)
-    places, is_there = route.places
     slots = module.empty((len(route.order), rows.shape[1]), rows.dtype)
     if route.shares is not None:
         leaving = module.empty_like(rows)
-        leaving[places] = rows
+        leaving[route.places] = rows
         returned = module.empty_like(slots)
         ranks.all_to_all(leaving, returned, *route.shares[::-1])
     else:
         assert route.capacity is not None
         leaving = module.zeros((len(rows) + 1, rows.shape[1]), rows.dtype)
-        leaving[module.where(is_there, places, len(rows))] = rows  # rows of no expert go where nobody looks
+        leaving[module.where(route.is_there, route.places, len(rows))] = rows  # rows of no expert go where nobody looks
         shares = module.empty_like(rows)
         ranks.all_to_all(leaving[:-1], shares)
         row, run, _ = _runs(route.wanted, len(slots))
@@ -296,13 +297,13 @@ def dispatch(
             part = ops.quantize(x, rowwise=wanted).part("rowwise")
             rows = record.pack(slots, part.codes, part.scales, part.global_scale)
         arrived = _send(rows, route, ranks)
-        sizes = module.ascontiguousarray(route.sizes)
+        sizes = route.sizes
         group = zeros_group(wanted, "outer", x.shape[1], _member_sizes(sizes, len(arrived)), module)
         codes, scales, globals_ = record.unpack(arrived)
         group.codes[...] = codes
         if route.capacity:  # rows of no expert become zero, as bytes: 0 times NaN is NaN
             stored = group.base[: group.layout.codes_nbytes].reshape(len(arrived), -1)
-            stored *= route.places[1][:, None]
+            stored *= route.is_there[:, None]
         if scales.size:
             group.scales[_scale_places(group, sizes, len(arrived))] = scales
         if globals_.size:

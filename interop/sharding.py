@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
+
+import numpy as np
 
 from hqarray import ops
 from hqarray.arrays import DIRECTIONS, Direction, HybridArray, QuantizedArray
@@ -20,7 +23,8 @@ from hqarray.formats import Format, as_format
 from hqarray.grouped_parts import on_device
 from hqarray.inputs import Slots, as_array, expect_one_amax
 from hqarray.layout import Array, PartLayout, namespace, part_layout
-from hqarray.shards import Shard, expect_whole_blocks, quantize_shard
+from hqarray.philox import Draws
+from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
 from .distributed import as_ranks, exchange
 
@@ -174,10 +178,16 @@ def _named(formats: dict[Direction, Format]) -> dict[str, Any]:
 
 
 def _expect_no_cut(formats: dict[Direction, Format], sharding: Sharding) -> None:
+    for direction, format in formats.items():
+        _cuts_no_block(direction, format, sharding)
+
+
+@lru_cache(maxsize=1024)
+def _cuts_no_block(direction: Direction, format: Format, sharding: Sharding) -> None:
+    """Raises ValueError where it does; looked up where it was found not to."""
     for rank in range(len(sharding.borders) - 1):
         ends = tuple(piece.stop for piece in sharding.slices(rank))
-        for direction, format in formats.items():
-            expect_whole_blocks(format, direction, sharding.shard(rank), ends)
+        expect_whole_blocks(format, direction, sharding.shard(rank), ends)
 
 
 def _amax_of_all(values: Array, formats: dict[Direction, Format], amax: Any, ranks: Any) -> Any:
@@ -229,7 +239,7 @@ def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedAr
     _expect_no_cut({"rowwise": part.format}, sharding)
     with on_device(part.device):
         part = part.packed()
-        whole = _allocate(part, sharding.shape)
+        whole = _allocate(part.format, sharding.shape, namespace(part.codes), part.amax is not None)
         ours, all_ = part.buffers, whole.buffers
         assert isinstance(ours, Packed) and isinstance(all_, Packed)
         layouts = [part_layout(part.format.storage, sharding.piece_shape(i)) for i in range(ranks.size)]
@@ -243,12 +253,17 @@ def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedAr
             mine = ours.base[starts[ranks.rank] :]
             messages = namespace(mine).empty(sum(sizes), mine.dtype)
             ranks.all_gather(mine, messages, sizes)
-            _put_in_place(whole, messages, starts, layouts, sharding)
-        for name in ("scales", "global_scale", "amax"):  # of the whole matrix: equal on all ranks
-            target, source = getattr(all_, name), getattr(ours, name)
-            if target is not None and not _is_of_pieces(part.format, name):
-                target[...] = source
+            _put_in_place(whole, messages, starts, layouts, list(pairwise(sharding.borders)), sharding.axis)
+        _put_scalars(whole, part)
     return whole
+
+
+def _put_scalars(whole: QuantizedArray, part: QuantizedArray) -> None:
+    """Scales of the whole matrix, which are equal on all ranks."""
+    for name in ("scales", "global_scale", "amax"):
+        target, source = getattr(whole, name), getattr(part, name)
+        if target is not None and not _is_of_pieces(whole.format, name):
+            target[...] = source
 
 
 def _is_of_pieces(format: Format, name: str) -> bool:
@@ -261,26 +276,24 @@ def _has_scales_of_pieces(format: Format) -> bool:
     return _is_of_pieces(format, "scales") or _is_of_pieces(format, "global_scale")
 
 
-def _allocate(part: QuantizedArray, shape: tuple[int, int]) -> QuantizedArray:
-    """A part of another shape whose padding is zero; its codes are not where they have none."""
-    layout = part_layout(part.format.storage, shape)
-    codes, buffers = layout.codes, part.buffers
-    assert isinstance(buffers, Packed)
-    base = namespace(buffers.base).empty(layout.nbytes, buffers.base.dtype)
+def _allocate(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
+    """A part whose padding is zero; its codes are not where they have none."""
+    layout = part_layout(format.storage, shape)
+    codes = layout.codes
+    base = module.empty(layout.nbytes, np.uint8)
     is_full = (codes.outer, codes.columns) == (codes.rows, codes.pitch)
     base[codes.nbytes if is_full else 0 :] = 0
-    return QuantizedArray(
-        part.format, shape, Packed.of(base, layout, buffers.has_global_scale, buffers.has_amax)
-    )
+    return QuantizedArray(format, shape, Packed.of(base, layout, format.storage.global_scale, has_amax))
 
 
 def _put_in_place(
-    whole: QuantizedArray, messages: Array, starts: Sequence[int], layouts: Sequence[PartLayout], sharding: Sharding
+    whole: QuantizedArray, messages: Array, starts: Sequence[int], layouts: Sequence[PartLayout],
+    places: Sequence[tuple[int, int]], axis: int,
 ) -> None:
-    """Pieces that arrived one behind another, each from byte `start` of its buffer on, into the whole part."""
-    storage, axis, end = whole.format.storage, sharding.axis, 0
+    """Pieces that arrived one behind another, each from byte `start` of its buffer on, into their places."""
+    storage, end = whole.format.storage, 0
     codes, scales, globals_ = whole.codes, whole.scales, whole.global_scale
-    for start, layout, (first, last) in zip(starts, layouts, pairwise(sharding.borders), strict=True):
+    for start, layout, (first, last) in zip(starts, layouts, places, strict=True):
         piece, end = messages[end : end + layout.nbytes - start], end + layout.nbytes - start
         if first == last:
             continue
@@ -304,4 +317,110 @@ def _segment(memory: Array, offset: int, shape: tuple[int, ...], dtype: Any) -> 
     return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-__all__ = ["Sharding", "all_gather", "quantize_sharded"]
+# --- both ---------------------------------------------------------------------------------------
+
+
+def quantize_all_gather(
+    values: Any,
+    sharding: Sharding,
+    ranks: Any,
+    *,
+    rowwise: Format | str | None = None,
+    columnwise: Format | str | None = None,
+    amax: Any = None,
+    seed: Any = None,
+    chunks: int = 2,
+) -> HybridArray:
+    """all_gather(quantize_sharded(...)), chunk by chunk: the next chunk is quantized while the last one travels.
+
+    chunks  of a piece, where there is one format whose rows (of columnwise: columns) are what is cut; each is a call of
+            quantize and one of the engine. Otherwise, and for 1, all is quantized first.
+    Otherwise as in quantize_sharded; the bytes do not depend on chunks.
+    """
+    ranks, values = as_ranks(ranks), as_array(values, "values")
+    direction: Direction = "rowwise" if sharding.axis == 0 else "columnwise"
+    given = rowwise if sharding.axis == 0 else columnwise
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: 1 or more")
+    if chunks == 1 or given is None or None not in (rowwise, columnwise):
+        piece = quantize_sharded(
+            values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
+        )
+        return all_gather(piece, sharding, ranks)
+    sharding.expect(values.shape, ranks, "the piece")
+    format = as_format(given).resolve(ops._nominal(values.dtype))
+    _expect_no_cut({direction: format}, sharding)
+    with on_device(values.device):
+        whole = _gather_chunks(values, sharding, ranks, direction, format, (amax, seed), chunks)
+    parts: dict[str, Any] = {direction: whole}
+    return HybridArray(**parts, shape=sharding.shape, dtype=ops._nominal(values.dtype))
+
+
+class _Chunk(NamedTuple):
+    """One chunk of each rank's piece: places in the whole, places in the piece, and how parts of them lie.
+
+    starts  bytes of each part's buffer ahead of its scales
+    ends    where the scales of each rank lie in what arrives
+    """
+
+    places: list[tuple[int, int]]
+    own: list[slice]
+    layouts: list[PartLayout]
+    starts: list[int]
+    ends: list[int]
+
+
+@lru_cache(maxsize=1024)
+def _chunks(format: Format, sharding: Sharding, count: int) -> list[_Chunk]:
+    """Chunks that begin on whole blocks, of a part whose rows are cut."""
+    k, step = sharding.shape[1 - sharding.axis], shard_alignment(rowwise=format)[0]
+    cuts = [Sharding.even((size, 1), count, step=step).borders for size in sharding.sizes]
+    found = []
+    for chunk in range(count):
+        own = [slice(*cut[chunk : chunk + 2]) for cut in cuts]
+        places = [(first + mine.start, first + mine.stop)
+                  for first, mine in zip(sharding.borders, own, strict=False)]
+        layouts = [part_layout(format.storage, (last - first, k)) for first, last in places]
+        starts = [layout.scales_offset for layout in layouts]
+        sizes = [layout.nbytes - start for layout, start in zip(layouts, starts, strict=True)]
+        found.append(_Chunk(places, own, layouts, starts, [0, *accumulate(sizes)]))
+    return found
+
+
+def _gather_chunks(
+    values: Array, sharding: Sharding, ranks: Any, direction: Direction, format: Format, given: tuple[Any, Any],
+    count: int,
+) -> QuantizedArray:
+    """The part of the whole, whose rows are cut. given: amax and seed."""
+    axis, module, (amax, seed) = sharding.axis, namespace(values), given
+    amax = _amax_of_all(values, {direction: format}, amax, ranks)
+    shape = sharding.shape if axis == 0 else sharding.shape[::-1]
+    whole, part = _allocate(format, shape, module, format.measures_amax), None
+    target, travelling, has_scales = whole.buffers, [], _has_scales_of_pieces(format)
+    assert isinstance(target, Packed)
+    codes = target.padded_codes
+    for chunk in _chunks(format, sharding, count):
+        mine, (first, _) = chunk.own[ranks.rank], chunk.places[ranks.rank]
+        draws = None if seed is None else Draws(seed, first=(first, 0) if axis == 0 else (0, first))
+        array = ops.quantize(
+            values[mine] if axis == 0 else values[:, mine], **_named({direction: format}), amax=amax, seed=draws
+        )
+        part = array.part(direction)
+        own, arriving = part.buffers, None
+        assert isinstance(own, Packed)
+        messages = [(own.padded_codes[: mine.stop - mine.start], [codes[a:b] for a, b in chunk.places])]
+        if has_scales:
+            arriving = module.empty(chunk.ends[-1], np.uint8)
+            tail = own.base[chunk.starts[ranks.rank] :]
+            messages.append((tail, [arriving[a:b] for a, b in pairwise(chunk.ends)]))
+        travelling.append((ranks.start_spread(messages), arriving, chunk))
+    for finish, arriving, chunk in travelling:
+        finish()
+        if arriving is not None:
+            _put_in_place(whole, arriving, chunk.starts, chunk.layouts, chunk.places, 0)
+    assert part is not None
+    _put_scalars(whole, part)
+    return whole
+
+
+__all__ = ["Sharding", "all_gather", "quantize_all_gather", "quantize_sharded"]

@@ -30,18 +30,25 @@ def _serve(rank, size, store, backend, engine_timeout, connection):
     import torch
     import torch.distributed as dist
 
-    from hqarray.interop.distributed import TorchRanks
+    from hqarray.interop.distributed import TorchRanks, as_ranks
 
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if backend != "gloo":
         import cupy
 
         torch.cuda.set_device(rank)
         cupy.cuda.Device(rank).use()
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        "gloo" if backend == "cupy" else backend, init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=120),
     )
     ranks = TorchRanks(dist.new_group(timeout=timedelta(seconds=engine_timeout)))
+    if backend == "cupy":  # gloo hands NCCL's number over
+        from cupy.cuda import nccl
+
+        number = [nccl.get_unique_id() if rank == 0 else None]
+        dist.broadcast_object_list(number)
+        ranks = as_ranks(nccl.NcclCommunicator(size, number[0], rank))
     connection.send(("ready", None))
     while (job := connection.recv()) is not None:
         function, args = job
@@ -54,7 +61,10 @@ def _serve(rank, size, store, backend, engine_timeout, connection):
 
 
 class Pool:
-    """size ranks; use as a context."""
+    """size ranks; use as a context.
+
+    backend  "gloo", "nccl" (torch's) or "cupy" (CuPy's communicator of NCCL)
+    """
 
     def __init__(self, size, backend="gloo", *, timeout=60, engine_timeout=ENGINE_TIMEOUT):
         self.size, self.backend, self.timeout, self.is_broken = size, backend, timeout, False

@@ -3,6 +3,8 @@
 Each makes the whole matrix from a seed, takes its piece, and returns arrays of bytes to be compared with the whole's.
 """
 
+from functools import cache
+
 import numpy as np
 
 from hqarray import testing
@@ -10,14 +12,14 @@ from hqarray.interop.distributed import CollectiveError, exchange
 from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.parallel import parallel_backward, parallel_forward
-from hqarray.interop.sharding import Sharding, all_gather, quantize_sharded
+from hqarray.interop.sharding import Sharding, all_gather, quantize_all_gather, quantize_sharded
 
 SEED = 123
 
 
 def here(ranks, array):
     """An array where the engine works."""
-    if "nccl" not in ranks.engine:
+    if "nccl" not in ranks.engine.lower():
         return array
     import cupy
 
@@ -28,6 +30,7 @@ def host(array):
     return array.get() if hasattr(array, "get") else array
 
 
+@cache
 def matrix(shape, seed=3):
     return testing.matrix("wide", shape, np.float32, seed=seed)
 
@@ -70,6 +73,12 @@ def quantized_and_gathered(ranks, shape, sharding, formats, options, only=None):
     h = quantize_sharded(piece, sharding, ranks, **formats, **options)
     whole = all_gather(h, sharding, ranks, only=only)
     assert whole.shape == shape and whole.derived == (h.derived if only != "rowwise" else None)
+    return base(whole.rowwise), base(whole.columnwise)
+
+
+def gathered_in_chunks(ranks, shape, sharding, formats, options):
+    piece = here(ranks, np.ascontiguousarray(matrix(shape)[sharding.slices(ranks.rank)]))
+    whole = quantize_all_gather(piece, sharding, ranks, **formats, **options)
     return base(whole.rowwise), base(whole.columnwise)
 
 

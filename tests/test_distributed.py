@@ -33,7 +33,10 @@ def gpus(count):
     return (pytest.mark.gpu, pytest.mark.skipif(gpu_count() < count, reason=f"fewer than {count} GPUs"))
 
 
-@pytest.fixture(scope="module", params=["gloo-2", "gloo-4", pytest.param("nccl-2", marks=gpus(2))])
+ON_GPUS = [pytest.param(name, marks=gpus(2)) for name in ("nccl-2", "cupy-2")]
+
+
+@pytest.fixture(scope="module", params=["gloo-2", "gloo-4", *ON_GPUS])
 def pool(request):
     backend, _, count = request.param.partition("-")
     with Pool(int(count), backend) as pool:
@@ -79,7 +82,7 @@ def test_one_process_is_the_reference():
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("name", [*hq.FORMATS, *OPTIONS])
 def test_shards_quantized_and_gathered_are_the_whole_byte_for_byte(name, axis, pool):
-    if pool.backend == "nccl" and as_format(name).is_stochastic:
+    if pool.backend != "gloo" and as_format(name).is_stochastic:
         pytest.skip("not built: NotImplementedError says so")
     for formats in ({"rowwise": name}, {"columnwise": name}):
         sharding = sharding_of(formats, axis, pool.size)
@@ -112,6 +115,24 @@ def test_both_parts_are_those_of_the_whole_whatever_amaxes_they_need(row, column
         for found in pool.run(rank_work.quantized_and_gathered, SHAPE, sharding, formats, options):
             assert np.array_equal(found[0], whole.rowwise.buffers.base)
             assert np.array_equal(found[1], whole.columnwise.buffers.base)
+
+
+CHUNKED = ["fp8_e4m3", "fp8_row_e4m3", "fp8_block_128x128", "mxfp8", "nvfp4_row", "bf16", "nvfp4(rounding=stochastic)"]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_that_travel_while_others_are_quantized_make_the_same_bytes(name, chunks, pool):
+    if pool.backend != "gloo" and as_format(name).is_stochastic:
+        pytest.skip("not built: NotImplementedError says so")
+    options = {"chunks": chunks, "seed": rank_work.SEED}
+    for axis, formats in ((0, {"rowwise": name}), (1, {"columnwise": name})):
+        sharding = sharding_of(formats, axis, pool.size)
+        whole = hq.quantize(rank_work.matrix(SHAPE), seed=rank_work.SEED, **formats)
+        for found in pool.run(rank_work.gathered_in_chunks, SHAPE, sharding, formats, options):
+            for part, wanted in zip(found, (whole.rowwise, whole.columnwise), strict=True):
+                assert (part is None) == (wanted is None)
+                assert part is None or np.array_equal(part, wanted.buffers.base)
 
 
 def test_only_the_part_that_is_asked_for_is_gathered(pool):
