@@ -15,6 +15,7 @@ from .grouped import GroupedArray
 from .grouped_ops import grouped_quantize, split_quantize
 from .linear import linear_backward, linear_forward
 from .ops import amax, dequantize, engine_for, fake_quantize, matmul, quantize, requantize, with_columnwise
+from .plots import plot_error, plot_formats, plot_groups, plot_scales, plot_tradeoff
 from .recipes import RECIPES, Delayed, Recipe, as_recipe
 from .shards import Shard, quantize_shard, shard_alignment
 
@@ -51,6 +52,11 @@ __all__ = [
     "linear_backward",
     "linear_forward",
     "matmul",
+    "plot_error",
+    "plot_formats",
+    "plot_groups",
+    "plot_scales",
+    "plot_tradeoff",
     "quantize",
     "quantize_shard",
     "requantize",

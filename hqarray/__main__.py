@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
                         help=".npy, .npz, .safetensors, or the index (folder) of several")
     report.add_argument("--formats", metavar="NAME,...", help="what to study, e.g. 'fp8,mxfp8(rule=floor)'")
     report.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
-    report.add_argument("--html", metavar="FILE", help="write the tables as one page; - as for --json")
+    report.add_argument("--html", metavar="FILE",
+                        help="write the tables as one page, with plots if matplotlib is installed; - as for --json")
     _add_jobs(report)
     report.set_defaults(run=_report)
 

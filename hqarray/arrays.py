@@ -7,7 +7,7 @@ import the public functions of ops inside: the one upward edge of the package.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 
 from .buffers import Packed, Separate
+from .display import Picture, html_card, sample_scales
 from .dlpack import Typed, from_dlpack
 from .formats import BFLOAT16, Format, as_format
 from .layout import Array, namespace, part_layout
@@ -152,7 +153,11 @@ class QuantizedArray:
         return f"QuantizedArray({self.shape} {self.format.name}, {where})"
 
     def _repr_html_(self) -> str:
-        return html_table("QuantizedArray", [("shape", str(self.shape)), *_part_rows("part", self)])
+        facts = [
+            ("shape", str(self.shape)), ("part", _part_fact(self)), ("engine", engine_fact(self)),
+            ("device", describe_device(self.device)),
+        ]
+        return html_card("QuantizedArray", facts, [picture_of("scales", self)])
 
 
 _PART = (QuantizedArray, NoneType)
@@ -411,11 +416,12 @@ class HybridArray:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", describe_device(self.device))]
-        for direction, part in self.parts():
-            rows += _part_rows(direction, part)
-        rows += [("columnwise source", self.columnwise_source)] if self.columnwise is not None else []
-        return html_table("HybridArray", [*rows, ("bytes", describe_bytes(self.nbytes))])
+        facts = [("shape", str(self.shape)), ("dtype", self.dtype.name)]
+        facts += [(direction, _part_fact(part)) for direction, part in self.parts()]
+        facts += [("columnwise source", self.columnwise_source)] if self.columnwise is not None else []
+        facts += [*engine_facts(self.parts()), ("device", describe_device(self.device))]
+        pictures = [picture_of(f"{direction} scales", part) for direction, part in self.parts()]
+        return html_card("HybridArray", [*facts, ("bytes", describe_bytes(self.nbytes))], pictures)
 
 
 def _unpickle_hybrid(
@@ -459,14 +465,30 @@ def describe_bytes(count: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _part_rows(name: str, part: QuantizedArray) -> list[tuple[str, str]]:
+def engine_fact(part: Any) -> str:
+    """What multiplies two parts like this one (or a group of them), and why."""
+    try:
+        return str(_ops().engine_of_likes(part.format.storage, part.ordinal))
+    except ImportError as error:
+        return f"not known: {error}"
+
+
+def _part_fact(part: QuantizedArray) -> str:
     num_scales = part.format.storage.num_scales(part.shape)
     scales = f", scales {num_scales} {part.format.storage.scale}" if num_scales != (0, 0) else ""
-    return [(name, f"{part.format.name} {part.shape}{scales}, {describe_bytes(part.nbytes)}")]
+    return f"{part.format.name} {part.shape}{scales}, {describe_bytes(part.nbytes)}"
 
 
-def html_table(title: str, rows: list[tuple[str, str]]) -> str:
-    from html import escape
+def engine_facts(parts: Iterable[tuple[Direction, Any]]) -> list[tuple[str, str]]:
+    """A row for each engine of the parts, one where they agree."""
+    engines: dict[str, list[str]] = {}
+    for name, part in parts:
+        engines.setdefault(engine_fact(part), []).append(name)
+    return [("engine" if len(engines) == 1 else f"engine, {' and '.join(who)}", what) for what, who in engines.items()]
 
-    body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return f"<table><caption>{escape(title)}</caption>{body}</table>"
+
+def picture_of(name: str, part: QuantizedArray) -> Picture:
+    """A picture of a sample of a part's scales, which waits for the device."""
+    if part.format.storage.scale == "none":
+        return Picture(name, ())
+    return Picture(name, (sample_scales(part.scales, part.format.storage, part.global_scale),))

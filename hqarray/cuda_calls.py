@@ -17,6 +17,7 @@ from cupy_backends.cuda.api.runtime import getDevice, memcpy2DAsync, memsetAsync
 
 from . import cublaslt, cuda
 from .arrays import QuantizedArray
+from .cuda_launch import captured, stream_of
 from .formats import Format
 from .layout import Array, round_up
 
@@ -31,7 +32,6 @@ DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 # --- memory -------------------------------------------------------------------------------------
 
 _workspaces: dict[tuple[int, int, str], Any] = {}
-_captured = cuda.captured
 
 
 def workspace(device: int, stream: int, layout: str = "strided") -> int:
@@ -62,7 +62,7 @@ class Scratch:
 def _constants(device: int) -> tuple[int, int]:
     """Pointers to a float32 zero and a one on a device."""
     array = cupy.array([0, 1], np.float32)
-    _captured.append(array)
+    captured.append(array)
     return array.data.ptr, array.data.ptr + 4
 
 
@@ -85,13 +85,15 @@ class Decode:
     row_bytes: int
     outer: int
     k: int
+    globals_offset: int = 0  # of global scales, where each row has its own
     writes_alpha: bool = False
 
     def prepare(self, pointers: Pointers, base: int, stream: int) -> Operand:
         """Launch; the pointers that cuBLASLt gets."""
         codes, scales, scalar, other, alpha = pointers
+        own = codes + self.globals_offset if self.globals_offset else scalar
         self.kernel.launch(
-            stream, _DECODE, codes, self.pitch, scales, self.scale_pitch, scalar, other,
+            stream, _DECODE, codes, self.pitch, scales, self.scale_pitch, own, other,
             alpha if self.writes_alpha else 0, base + self.target, self.row_bytes, self.outer, self.k,
         )
         return base + self.target, 0
@@ -208,7 +210,7 @@ class Call:
                 return self(a, b, out, aux, bias)
         if out is None:
             out = cupy.ndarray(self.shape, self.dtype)
-        stream = cuda.stream_of(self.device)
+        stream = stream_of(self.device)
         d, added = out.data.ptr, 0 if bias is None else bias.data.ptr
         if self.is_bare:
             left, right = self.sides  # type: ignore[misc]
@@ -225,12 +227,12 @@ class Call:
             memory = alloc(self.scratch_bytes)  # freed after this call, in the stream's order
             base = memory.ptr
             if is_capturing:
-                _captured.append(memory)
+                captured.append(memory)
         finish = self.finish
         if self.sides is not None:
             parts = self._converted(a, b)
             if is_capturing:
-                _captured.append(parts)
+                captured.append(parts)
             if finish is None:
                 self._multiply(parts, base, stream, d, added)
             else:

@@ -18,7 +18,8 @@ from . import cublaslt, cuda, gemm
 from .arrays import HybridArray, QuantizedArray
 from .buffers import Packed
 from .cuda_calls import Call, Decode, Finish, Scratch, Side, Spread, Tile, memory_of
-from .formats import HighPrecision, Storage
+from .cuda_launch import Kernel
+from .formats import ROW, HighPrecision, Storage
 from .layout import Array, PartLayout, Tiled128x4, part_layout, round_up
 from .rawkernels import traits
 
@@ -26,6 +27,7 @@ MOST_CALLS = 4096
 
 SCALE_MODES: dict[tuple[str, tuple[int, int] | None], str] = {
     ("float32", None): "SCALAR_32F",
+    ("float32", (1, ROW)): "OUTER_VEC_32F",
     ("float32", (1, 128)): "VEC128_32F",
     ("float32", (128, 128)): "BLK128x128_32F",
     ("e8m0", (1, 32)): "VEC32_UE8M0",
@@ -207,7 +209,7 @@ def _name(array: Array | None) -> str | None:
     return None if array is None else array.dtype.name
 
 
-def _finish_kernel(finish: traits.Finish, m: int, n: int, device: int) -> cuda.Kernel:
+def _finish_kernel(finish: traits.Finish, m: int, n: int, device: int) -> Kernel:
     return cuda._kernel(traits.finish_launch(finish), m, n, device)
 
 
@@ -250,7 +252,8 @@ def _side(x: Any, storage: Storage, engine: str, terms: int, split: bool, scratc
     target_bytes = terms * width * (4 if wanted == "float32" else 2)
     kernel = cuda._kernel(traits.decode_launch(storage, wanted, terms, split), outer, width, device)
     target = scratch.take(outer * target_bytes)
-    work = Decode(kernel, row_bytes, layout.scales_shape[1], target, target_bytes, outer, width)
+    own = layout.global_scale_offset if storage.global_per_row else 0
+    work = Decode(kernel, row_bytes, layout.scales_shape[1], target, target_bytes, outer, width, own)
     scalar_offset = 0
     if traits.left_to_alpha(storage)[1]:
         scalar_offset = layout.global_scale_offset if storage.global_scale else layout.scales_offset
@@ -295,9 +298,9 @@ def _with_alpha(side: Side) -> Side:
 def _spread(side: Side, operand: cublaslt.Operand, scratch: Scratch) -> Side:
     """The side with its scales for as many lines as the product has."""
     pitch, wider = round_up(side.operand.outer, 4), round_up(operand.outer, 4)
-    if operand.scale != "VEC128_32F" or pitch == wider:
+    if operand.scale not in ("VEC128_32F", "OUTER_VEC_32F") or pitch == wider:
         return side
-    blocks = -(-operand.k // 128)
+    blocks = -(-operand.k // 128) if operand.scale == "VEC128_32F" else 1
     return replace(side, work=Spread(4 * pitch, 4 * wider, blocks, scratch.take(4 * wider * blocks)))
 
 

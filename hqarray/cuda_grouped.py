@@ -15,16 +15,14 @@ import numpy as np
 from cupy.cuda import alloc, alloc_pinned_memory  # noqa: TID253
 from cupy_backends.cuda.api.runtime import getDevice, memcpyAsync, streamIsCapturing
 
-from .cuda import (
-    MOST_PLANS,
+from .cuda import MOST_PLANS, _narrowed, _on_device_of
+from .cuda_launch import (
     NO_SEED,
     Amaxes,
     Kernel,
     Seed,
-    _counts,
-    _narrowed,
-    _on_device_of,
     captured,
+    counts_of,
     kernel_of,
     scratch,
     seed_of,
@@ -251,7 +249,7 @@ def _plan(values: Array, rows: Sizes, row: Format | None, column: Format | None,
         amax, (*measures, shared) = None, traits.measures_of(row, column, given)
         if any(measures):
             measuring = traits.amax_launch(values.dtype.name, aligned, True, measures[0], measures[1])
-            counts = _counts(measures, rows.num_groups, (rows.capacity, rows.num_groups * k))
+            counts = counts_of(measures, rows.num_groups, (rows.capacity, rows.num_groups * k))
             amax = Amaxes(_kernel(measuring, *place), (measures[0], measures[1]), counts, shared)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
@@ -301,7 +299,7 @@ def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None
         kernel = _kernel(launch, rows.capacity, rows.num_groups, k, device)
         stream, flag = stream_of(device), 0 if noop is None else noop.data.ptr
         table = _Members.of(rows, None, None, launch.tile, device).find(stream, rows)
-        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, flag, table.ptr)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, 0, flag, table.ptr)
 
 
 # --- decode -------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from cupy_backends.cuda.api.runtime import getDevice, memsetAsync, streamIsCaptu
 
 from . import cublaslt, cublaslt_grouped, cuda, gemm
 from .cublaslt_grouped import Arrays, Plan, Product, Unavailable
-from .cuda import kernel_of
-from .cuda_calls import Scratch, _captured, _constants, workspace
+from .cuda_calls import Scratch, _constants, workspace
 from .cuda_gemm import MOST_CALLS, _name, chip_of
 from .cuda_grouped import Groups, groups_of
 from .cuda_grouped_sides import OUT, SCRATCH, A, B, Decode, Rows, Side, Target, side_of, uniform
+from .cuda_launch import Kernel, captured, kernel_of, stream_of
+from .formats import ROW
 from .grouped_gemm import Request
 from .grouped_parts import GroupedPart
 from .groups import Sizes
@@ -125,7 +126,7 @@ class Call:
             out = cupy.ndarray(self.shape, self.dtype)
         if self.is_empty:
             return out
-        stream = cuda.stream_of(self.device)
+        stream = stream_of(self.device)
         groups = self.groups
         if self.sizes is not None:
             pointer, kind, count, each, _, alignment = groups_of(ragged)
@@ -135,7 +136,7 @@ class Call:
             memory = alloc(self.scratch_bytes)  # freed after this call, in the stream's order
             base = memory.ptr
             if is_capturing:
-                _captured.append(memory)
+                captured.append(memory)
         bases = (a.memory.ptr, b.memory.ptr, out.data.ptr, base)
         if self.plan is not None:
             self._multiply(bases, groups, stream, is_capturing)
@@ -161,7 +162,7 @@ class Call:
         assert self.set_up is not None
         if is_capturing:
             memory = alloc(self.set_up.nbytes)
-            _captured.append((memory, self.keeps))
+            captured.append((memory, self.keeps))
             return memory.ptr  # type: ignore[no-any-return]
         memory = self.arrays.get(stream)
         if memory is None:
@@ -185,8 +186,8 @@ def multiply(request: Request) -> Array:
     with cuda._on_device_of(request.a.memory):
         readable = _readable(request)
         call = _make(readable)
-        if readable is not request and streamIsCapturing(cuda.stream_of(call.device)):
-            _captured.append(readable)
+        if readable is not request and streamIsCapturing(stream_of(call.device)):
+            captured.append(readable)
         if readable is request:
             if len(_calls) >= MOST_CALLS:
                 _calls.clear()
@@ -302,6 +303,8 @@ def _engine(request: Request, chip: tuple[int, int]) -> gemm.Engine:
     advice = "give the sizes on the host, so that members are multiplied one by one"
     if engine.name == "fp32":
         raise Unavailable(f"cuBLASLt has no grouped float32 products ({engine.reason or 'asked for'}); {advice}")
+    if engine.name == "native" and request.a.layout.storage.block == (1, ROW):
+        raise Unavailable(f"cuBLASLt has no grouped products of a scale for each row; {advice}")
     if engine.name == "native" and request.a.layout.storage.scale in ("e8m0", "e4m3"):
         if engine.reason == "asked for":
             raise Unavailable(f"grouped products of byte scales are not built for sm_{chip[0]}{chip[1]}; {advice}, or "
@@ -345,7 +348,7 @@ def _attempts(
     yield replace(product, type="float32"), round_up(n, 8), False
 
 
-def _finish_kernel(finish: traits.Finish, capacity: int, num_groups: int, n: int, device: int) -> cuda.Kernel:
+def _finish_kernel(finish: traits.Finish, capacity: int, num_groups: int, n: int, device: int) -> Kernel:
     launch = traits.finish_launch(finish)
     return kernel_of(launch, geometry.grouped_grid(launch.tile, capacity, num_groups, n), device)
 
@@ -358,10 +361,10 @@ def _plan_of(product: Product, device: int, call: Call) -> Plan:
         reason = cublaslt_grouped.refusal(bindings, chip_of(device), product)
         if reason is not None:
             raise Unavailable(reason)
-        stream = cuda.stream_of(device)
+        stream = stream_of(device)
         memory = alloc(Arrays(product.num_groups).nbytes)
         if streamIsCapturing(stream):
-            _captured.append(memory)
+            captured.append(memory)
         else:
             call.arrays[stream] = memory
         if len(_plans) >= MOST_CALLS:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import cublaslt_grouped
-from .cuda import kernel_of
 from .cuda_calls import Scratch
 from .cuda_grouped import Groups
+from .cuda_launch import kernel_of
 from .formats import Storage
 from .grouped_parts import GroupedPart
 from .groups import SIZE_KINDS, Axis, Sizes, Span
@@ -53,7 +53,7 @@ class Decode:
     kernel: Any
     constants: tuple[int, ...]  # pitch and scale pitch of the part; row bytes, rows and columns of the values
     scales_offset: int
-    scalars_offset: int
+    scalars_offset: int  # of scales of whole members, or of their lines' global scales
     target: int  # offset in scratch memory
     units: tuple[int, int, int]
     groups: Groups | None  # None: the ragged sizes of the product
@@ -145,12 +145,11 @@ def _decoded_side(
         target = scratch.take(capacity * row_bytes)
         constants = (layout.codes.nbytes, scale_pitch, row_bytes, 0, width)
         codes, value_unit = Rows(capacity, sizes.each).target(SCRATCH, target, row_bytes), 0
-    scalars = 0
-    if traits.left_to_alpha(storage)[1]:
-        scalars = layout.global_scale_offset if storage.global_scale else layout.scales_offset
+    own = layout.global_scale_offset if storage.global_scale else layout.scales_offset
+    scalars = own if traits.left_to_alpha(storage)[1] else 0
     units = (layout.codes.nbytes, 0 if layout.scales is None else layout.scales.nbytes, value_unit)
     groups = None if sizes.each is None else uniform(num_groups, sizes.each)
-    decode = Decode(kernel_of(launch, grid, device), constants, layout.scales_offset, scalars, target, units, groups)
+    decode = Decode(kernel_of(launch, grid, device), constants, layout.scales_offset, own, target, units, groups)
     return Side("bfloat16", 8, terms, codes, scalars_offset=scalars, decode=decode)
 
 

@@ -6,10 +6,8 @@ Works in tiles, so memory stays bounded whatever the size of the matrix.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from html import escape
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +21,10 @@ from .inputs import as_array
 from .layout import Array, part_layout
 from .recipes import RECIPES, ROLES
 from .reference import dequantize_part
+from .tables import TextTable, break_name, decibels, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
-    from rich.table import Table
-    from rich.text import Text
 
 TILE = 1024
 """Rows and columns of a tile; every block of every format fits it a whole number of times."""
@@ -135,19 +132,17 @@ def measure(values: Array, format: Format | str, *, seed: int = 0) -> FormatErro
     Peak memory is some tens of megabytes beside the input, and the quantized matrix where a tile alone would be
     quantized otherwise: by formats with a scale a row, a rotation or draws (by seed).
     """
-    matrix = values.reshape(-1, values.shape[-1]) if values.size else np.zeros((0, 1), np.float32)
-    format = as_format(format).resolve(np.dtype(np.float32) if matrix.dtype == np.float64 else matrix.dtype)
+    matrix = as_matrix(values)
+    format = resolved(format, matrix.dtype)
     tally = Tally()
     with np.errstate(all="ignore"):
-        if format.storage.rht or format.is_stochastic or format.measures_rows:
-            _tally_rows(tally, host(matrix), format, seed)
-        else:
-            amax = host(ops.amax(matrix)) if format.measures_amax else None
-            for tile in tiles(matrix.shape):
-                x = host(matrix[tile]).astype(np.float32)
-                part = ops.quantize(x, rowwise=format, amax=amax).rowwise
-                assert part is not None
-                tally.add(x, _decode(part), _decode(_largest(part)))
+        for x, part in quantized_tiles(matrix, format, seed):
+            if format.storage.rht:  # clipped is what is beyond the largest rotated value
+                tally.add(x, decode(part))
+                stored, largest = (dequantize_part(p, x.dtype, rotated=True) for p in (part, _largest(part)))
+                tally.add_clipped(hadamard.rotate(x, x.shape[1]), stored, largest)
+            else:
+                tally.add(x, decode(part), decode(_largest(part)))
     count = max(tally.count, 1)
     nbytes = part_layout(format.storage, matrix.shape).nbytes if tally.count else 0
     return FormatError(
@@ -156,20 +151,37 @@ def measure(values: Array, format: Format | str, *, seed: int = 0) -> FormatErro
     )
 
 
-def _tally_rows(tally: Tally, matrix: npt.NDArray[Any], format: Format, seed: int) -> None:
-    """Quantize a matrix as a whole, and count some rows at a time; those of rotated parts are clipped as rotated."""
-    part = ops.quantize(matrix, rowwise=format, seed=seed).rowwise
-    assert part is not None
-    outer, k = matrix.shape
-    height = max(1, TILE * TILE // max(k, 1))
-    for top in range(0, outer, height):
-        rows = rows_of(part, top, min(top + height, outer))
-        x = matrix[top : top + height].astype(np.float32)
-        tally.add(x, _decode(rows))
-        if format.storage.rht:
-            x = hadamard.rotate(x, k)
-        stored, largest = (dequantize_part(p, np.dtype(np.float32), rotated=True) for p in (rows, _largest(rows)))
-        tally.add_clipped(x, stored, largest)
+def as_matrix(values: Array) -> Array:
+    """The 2-D view (prod(shape[:-1]), shape[-1]) of an array; of an empty one a (0, 1) matrix."""
+    return values.reshape(-1, values.shape[-1]) if values.size else np.zeros((0, 1), np.float32)
+
+
+def resolved(format: Format | str, dtype: np.dtype[Any]) -> Format:
+    """The format as it quantizes values of a dtype; float64 counts as the float32 that it is rounded to."""
+    return as_format(format).resolve(np.dtype(np.float32) if dtype == np.float64 else dtype)
+
+
+def quantized_tiles(matrix: Array, format: Format, seed: int = 0) -> Iterator[tuple[Array, QuantizedArray]]:
+    """Float32 tiles of a matrix on the host and the part of each, as it lies in the part of the whole matrix.
+
+    Where a tile alone would be quantized otherwise (a scale a row, a rotation, draws by seed) the matrix is quantized
+    as a whole, and tiles are some of its rows.
+    """
+    if format.storage.rht or format.is_stochastic or format.measures_rows:
+        matrix = host(matrix)
+        whole = ops.quantize(matrix, rowwise=format, seed=seed).rowwise
+        assert whole is not None
+        height = max(1, TILE * TILE // max(matrix.shape[1], 1))
+        for top in range(0, matrix.shape[0], height):
+            bottom = min(top + height, matrix.shape[0])
+            yield matrix[top:bottom].astype(np.float32), rows_of(whole, top, bottom)
+        return
+    amax = host(ops.amax(matrix)) if format.measures_amax else None
+    for tile in tiles(matrix.shape):
+        x = host(matrix[tile]).astype(np.float32)
+        part = ops.quantize(x, rowwise=format, amax=amax).rowwise
+        assert part is not None
+        yield x, part
 
 
 def rows_of(part: QuantizedArray, top: int, bottom: int) -> QuantizedArray:
@@ -194,7 +206,8 @@ def host(array: Array) -> npt.NDArray[Any]:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def _decode(part: QuantizedArray) -> Array:
+def decode(part: QuantizedArray) -> Array:
+    """The values (outer, k) of one part."""
     return HybridArray(part).dequantize()
 
 
@@ -246,6 +259,20 @@ class Comparison:
             if error.format == format:
                 return error
         raise KeyError(f"{format!r} was not compared; there are {', '.join(error.format for error in self.errors)}")
+
+    def sorted(self, by: str, *, reverse: bool = False) -> Comparison:
+        """The same, best first: by a field of FormatError, SQNR from the largest and all else from the smallest.
+
+        NaN comes last, and formats that are equal keep their order. Raises ValueError for what is no field.
+        """
+        known = [f.name for f in fields(FormatError)]
+        if by not in known:
+            raise ValueError(f"sorted(by={by!r}): not one of {', '.join(known)}")
+        values = [(getattr(error, by), error) for error in self.errors]
+        numbers = [pair for pair in values if pair[0] == pair[0]]
+        lost = [error for value, error in values if value != value]
+        ordered = sorted(numbers, key=lambda pair: pair[0], reverse=(by == "sqnr_db") != reverse)
+        return replace(self, errors=(*(error for _, error in ordered), *lost))
 
     def table(self) -> TextTable:
         """The numbers as text cells."""
@@ -301,102 +328,5 @@ def compare(
     return Comparison(x.shape, x.dtype.name, tuple(measure(x, format, seed=seed) for format in wanted))
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
-def decibels(value: float, digits: int = 2) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else {math.inf: "exact", -math.inf: "-inf"}.get(value, "nan")
-
-
-def percent(share: float) -> str:
-    """A share in percent, without the sign: 3.72, <0.01, 0."""
-    if share == 0:
-        return "0"
-    return "<0.01" if share < 5e-5 else f"{100 * share:.2f}"
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """Cells as text, the first column left-aligned: rendered by rich, as HTML or as plain text."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    title: str = ""
-    rules: Sequence[int] = field(default=())
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
-        from rich.text import Text
-
-        if self.title:  # not the table's own title, which wraps at the width of the table
-            yield Text(self.title, style="bold")
-        yield self.at_width(options.max_width)
-
-    def at_width(self, width: int) -> Table:
-        """A rich table without the title, no number cut.
-
-        Where it would be too wide, names in the first column are broken; where that is not enough, each row is a
-        list of its cells, one a line.
-        """
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        widths = [max(map(_width, column)) for column in zip(self.head, *self.rows, strict=True)]
-        gap = 2 if sum(widths) + 2 * len(widths) - 2 <= width else 1
-        spare = width - sum(widths[1:]) - gap * (len(widths) - 1)
-        first = [row[0] if widths[0] <= spare else break_name(row[0], spare) for row in self.rows]
-        if max(map(_width, (self.head[0], *first))) > spare:
-            return self._lists(width)
-        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, gap - 1, 0, 0), pad_edge=False)
-        for number, name in enumerate(self.head):
-            table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
-        for number, (name, row) in enumerate(zip(first, self.rows, strict=True), 1):
-            table.add_row(*(Text(cell) for cell in (name, *row[1:])), end_section=number in self.rules)
-        return table
-
-    def _lists(self, width: int) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        spare = width - 1 - max((_width(cell) for row in self.rows for cell in row[1:]), default=0)
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(overflow="fold")
-        table.add_column(justify="right", overflow="fold")
-        for row in self.rows:
-            table.add_row(Text(break_name(row[0], spare)), "")
-            for name, cell in zip(self.head[1:], row[1:], strict=True):
-                table.add_row(Text(f"  {' '.join(name.split())}"), Text(cell))
-        return table
-
-    def text(self, width: int = 80) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-
-        console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
-
-    def html(self) -> str:
-        """A <table>; everything in it is escaped."""
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        body = "".join(
-            "<tr>" + f"<th>{escape(row[0])}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-            for row in self.rows
-        )
-        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def break_name(name: str, width: int) -> str:
-    """A name on lines of at most width, broken after "_" and the marks between fields, where it has one there."""
-    lines = [""]
-    for piece in re.findall(r"[^_,(=/]*[_,(=/]|[^_,(=/]+", name):
-        if lines[-1] and len(lines[-1]) + len(piece) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(lines)
-
-
-def _width(cell: str) -> int:
-    return max(map(len, cell.split("\n")))
+__all__ = ["Comparison", "FormatError", "Tally", "TextTable", "as_matrix", "break_name", "compare", "decibels",
+           "decode", "host", "measure", "percent", "quantized_tiles", "resolved", "tiles"]

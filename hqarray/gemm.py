@@ -126,8 +126,6 @@ def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:
     if a.scale != b.scale or a.rht != b.rht:
         return "operands are scaled differently"
     kinds = {a.element.name, b.element.name}
-    if a.block == b.block == (1, ROW):
-        return "one scale for each row is not multiplied natively yet"
     if a.global_per_row or b.global_per_row:
         return "cuBLASLt has no global scale for each row"
     if a.scale == "none":
@@ -146,13 +144,16 @@ def native_refusal(a: Storage, b: Storage, chip: tuple[int, int]) -> str | None:
     if kinds == {"e5m2"}:
         return "cuBLASLt has no E5M2 x E5M2"
     if (a.block is None) != (b.block is None):
-        return "one operand has block scales, the other a single one"
+        what = "a scale for each row" if (1, ROW) in (a.block, b.block) else "block scales"
+        return f"one operand has {what}, the other a single one"
     if a.block is None:
         return None
+    by_row = [block == (1, ROW) for block in (a.block, b.block)]
     if chip[0] != 9:
-        return f"cuBLASLt multiplies fp32 block scales on sm_90 only, not on {sm}"
-    if ROW in (a.block[1], b.block[1]):  # type: ignore[index]
-        return "one operand has a scale for each row, the other for each block"
+        what = "scales of rows" if all(by_row) else "block scales"
+        return f"cuBLASLt multiplies fp32 {what} on sm_90 only, not on {sm}"
+    if any(by_row):
+        return None if all(by_row) else "one operand has a scale for each row, the other for each block"
     return "cuBLASLt has no 128x128 by 128x128" if a.block[0] > 1 and b.block[0] > 1 else None  # type: ignore
 
 

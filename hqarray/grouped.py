@@ -27,10 +27,11 @@ from .arrays import (
     _undefined,
     describe_bytes,
     describe_device,
-    html_table,
+    engine_facts,
 )
+from .display import html_card
 from .formats import Format
-from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, read_sizes, some_sizes
+from .grouped_parts import GroupedPart, ScatteredPart, known, on_device, picture_of_members, read_sizes, some_sizes
 from .groups import Sizes, Span, span_starts
 from .layout import Array, namespace
 
@@ -379,12 +380,14 @@ class GroupedArray:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("shape", str(self.shape)), ("dtype", self.dtype.name), ("device", describe_device(self.device))]
+        facts = [("shape", str(self.shape)), ("dtype", self.dtype.name)]
         for direction, part in self.parts():
             lies = f", ragged {part.layout.ragged}" if isinstance(part, GroupedPart) and None in self.shape else ""
-            rows += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
-        rows += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
-        return html_table("GroupedArray", [*rows, ("bytes", describe_bytes(self.nbytes))])
+            facts += [(direction, f"{part.format.name}{lies}, {describe_bytes(part.nbytes)}")]
+        facts += [(name, _describe(sizes)) for name, sizes in (("rows", self.rows), ("columns", self.columns))]
+        facts += [*engine_facts(self.parts()), ("device", describe_device(self.device))]
+        pictures = [picture_of_members(f"{direction} scales", part) for direction, part in self.parts()]
+        return html_card("GroupedArray", [*facts, ("bytes", describe_bytes(self.nbytes))], pictures)
 
 
 @cache

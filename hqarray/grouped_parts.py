@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import PICKLE_VERSION, QuantizedArray, describe_bytes, describe_device
+from .arrays import PICKLE_VERSION, QuantizedArray, describe_bytes, describe_device, engine_fact
 from .buffers import Packed, Separate, ordinal_of
+from .display import SAMPLE, Picture, html_card, sample_scales, spread
 from .formats import Format, as_format
 from .groups import Axis, GroupedLayout, Sizes, Span, grouped_layout, span_starts
 from .layout import ALIGNMENT, Array, namespace, part_layout, round_up, scale_layout
+
+SHOWN_SHAPES = 8
+"""How many shapes of members that differ along both axes a card lists."""
 
 # --- sizes --------------------------------------------------------------------------------------
 
@@ -242,6 +246,11 @@ class GroupedPart:
         where = f"{describe_device(self.device)}, {describe_bytes(self.nbytes)}"
         return f"GroupedPart({members}, {self.format.name}, {where})"
 
+    def _repr_html_(self) -> str:
+        each, ragged = self.layout.each, self.layout.ragged
+        shape = f"(ragged, {each})" if ragged == "outer" else f"({each}, ragged)"
+        return _card(self, f"{self.num_groups} of {shape}")
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScatteredPart:
@@ -299,6 +308,43 @@ class ScatteredPart:
     def __repr__(self) -> str:
         where = f"{describe_device(self.device)}, {describe_bytes(self.nbytes)}"
         return f"ScatteredPart({self.num_groups} members, {self.format.name}, {where})"
+
+    def _repr_html_(self) -> str:
+        shown = ", ".join(str(part.shape) for part in self.parts[:SHOWN_SHAPES])
+        return _card(self, shown + (", ..." if self.num_groups > SHOWN_SHAPES else ""))
+
+
+# --- display ------------------------------------------------------------------------------------
+
+
+def picture_of_members(name: str, part: GroupedPart | ScatteredPart) -> Picture:
+    """Samples of the scales of some members that are not empty; all scales where a member has one.
+
+    Waits for a device: for its sizes, where the host does not know them, and for the samples.
+    """
+    storage = part.format.storage
+    if storage.scale == "none" or not part.num_groups:
+        return Picture(name, ())
+    if isinstance(part, ScatteredPart):
+        sizes = [prod(member.shape) for member in part.parts]
+    elif storage.block is None:
+        return Picture(f"{name}, one for each member", (sample_scales(part.scales.reshape(1, -1), storage),))
+    else:
+        part = part.with_sizes(known(part.sizes))
+        sizes = part.sizes.values.tolist()
+    shown = list(spread([i for i, size in enumerate(sizes) if size]))
+    most = (SAMPLE[0], max(1, SAMPLE[1] // max(1, len(shown))))
+    members = (part.member(i) for i in shown)
+    samples = tuple(sample_scales(m.scales, storage, m.global_scale, most) for m in members)
+    return Picture(f"{name} of members {', '.join(map(str, shown))}", samples)
+
+
+def _card(part: GroupedPart | ScatteredPart, shapes: str) -> str:
+    facts = [
+        ("shapes", shapes), ("format", part.format.name), ("engine", engine_fact(part)),
+        ("device", describe_device(part.device)), ("bytes", describe_bytes(part.nbytes)),
+    ]
+    return html_card(type(part).__name__, facts, [picture_of_members("scales", part)])
 
 
 def memory_of(base: Array) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from . import gemm, reference
 from .arrays import Direction, HybridArray, QuantizedArray
 from .buffers import Packed
-from .formats import Format, as_format
+from .formats import Format, Storage, as_format
 from .grouped import GroupedArray
 from .inputs import (
     FLOATS,
@@ -421,6 +421,11 @@ def _check_shapes(a: Any, b: Any) -> None:
 def _check_rotation(left: gemm.Operand, right: gemm.Operand) -> None:
     if left.storage.rht != right.storage.rht:
         raise ValueError("one operand is Hadamard-rotated (rht) and the other is not; quantize both alike")
+
+
+def engine_of_likes(storage: Storage, ordinal: int) -> gemm.Engine:
+    """What a product of two parts that are stored so would be multiplied by, on a CUDA device (-1: NumPy)."""
+    return gemm.choose_engine(storage, storage, None if ordinal < 0 else _gpu_gemm().chip_of(ordinal))
 
 
 def _engine(

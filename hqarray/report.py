@@ -5,26 +5,29 @@ study() computes, Report holds the numbers and shows them as tables, JSON or one
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
+from importlib.util import find_spec
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from . import ops
+from . import ops, plots
 from .arrays import DIRECTIONS, HybridArray
-from .explore import Comparison, FormatError, Tally, TextTable, decibels, measure, percent, tiles
+from .explore import Comparison, FormatError, Tally, measure, tiles
 from .formats import FORMATS, Format, as_format
 from .gemm import Engine
 from .linear import quantize_operand
 from .operands import Matrix, Operands, Triple, default_operands, read_operands
 from .processes import in_processes
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
+from .tables import TextTable, decibels, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -130,6 +133,11 @@ class LayerResult:
                 "\nKiB", "\nengine")
         return TextTable(head, rows, f"{self.name}: {shapes}, {self.dtype}", (named,))
 
+    def svg(self) -> str:
+        """The errors of the products as a picture; needs matplotlib."""
+        errors = {result.recipe.name: result.error for result in self.results}
+        return plots.svg(lambda ax: plots.plot_products(errors, ax=ax), (9, 1.2 + 0.26 * len(errors)))
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixResult:
@@ -142,6 +150,10 @@ class MatrixResult:
     def table(self) -> TextTable:
         table = self.comparison.table()
         return TextTable(table.head, table.rows, f"{self.name}: {table.title}")
+
+    def svg(self) -> str:
+        """The formats as plot_tradeoff draws them; needs matplotlib."""
+        return plots.svg(lambda ax: plots.plot_tradeoff(self.comparison, ax=ax), (9, 4.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +212,21 @@ class Report:
             yield Text(line)
 
     def html(self) -> str:
-        """A page that needs nothing but itself, for light and dark screens; every text is escaped."""
-        tables = "\n".join(table.html() for table in self.tables())
-        legend = "\n".join(f"<li>{escape(line)}</li>" for line in self.legend())
-        return _PAGE.substitute(tables=tables, legend=legend)
+        """A page that needs nothing but itself, for light and dark screens; every text is escaped.
+
+        Where matplotlib is installed there is a picture for each table; else a line says how to get them.
+        """
+        return _PAGE.substitute(body=self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        """What html() shows, as a part of a page."""
+        studied: tuple[LayerResult | MatrixResult, ...] = (*self.layers, *self.matrices)
+        drawn = find_spec("matplotlib") is not None
+        pictures = [_picture(result.name, result.svg()) if drawn else "" for result in studied]
+        tables = "\n".join(r.table().html() + picture for r, picture in zip(studied, pictures, strict=True))
+        lines = [*self.legend(), *([] if drawn else ['pictures: pip install "hqarray[explore]", and make it again.'])]
+        legend = "\n".join(f"<li>{escape(line)}</li>" for line in lines)
+        return f"{tables}\n<ul>\n{legend}\n</ul>"
 
 
 _NAN_LEGEND = "nan: it holds NaN where the unquantized numbers are finite, or none of those is finite."
@@ -231,14 +254,18 @@ caption { text-align: left; font-weight: 600; padding: .4rem 0; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: pre-line; }
 tbody th, thead th:first-child { text-align: left; font-weight: 500; white-space: nowrap; }
 thead th { background: var(--head); vertical-align: bottom; }
+img { display: block; max-width: 100%; background: #ffffff; margin: 0 0 2.5rem; border-radius: 4px; }
 </style></head><body>
 <h1>hqarray report</h1>
-$tables
-<ul>
-$legend
-</ul>
+$body
 </body></html>
 """)
+
+
+def _picture(name: str, svg: str) -> str:
+    # an image, not inline: the ids of two SVGs in one page would be one another's
+    data = base64.b64encode(svg.encode()).decode("ascii")
+    return f'\n<img src="data:image/svg+xml;base64,{data}" alt="{escape(name)}: the table as a plot">'
 
 
 def _pair(values: tuple[float, float]) -> str:

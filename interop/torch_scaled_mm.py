@@ -20,6 +20,7 @@ MULTIPLE = 16
 
 RECIPES: dict[tuple[str, tuple[int, int] | None], str] = {
     ("float32", None): "TensorWise",
+    ("float32", (1, ROW)): "RowWise",
     ("float32", (1, 128)): "BlockWise1x128",
     ("float32", (128, 128)): "BlockWise128x128",
     ("e8m0", (1, 32)): "BlockWise1x32",
@@ -37,9 +38,9 @@ def scaled_mm_arguments(
     function  which of the two
     returns   a dict: scaled_mm(**arguments, output_dtype=torch.bfloat16), _scaled_mm(**arguments, out_dtype=...)
 
-    Per tensor, 1x128 with 1x128 or 128x128 (sm_90), MXFP8 and NVFP4 (sm_100; scales copied into 128x4 tiles). Codes and
-    float32 scales share the parts' memory; k is padded with the zero codes that a part has. The global scales of NVFP4
-    are arguments of scaled_mm only.
+    Per tensor, per row (float32 results on sm_90 only), 1x128 with 1x128 or 128x128 (sm_90), MXFP8 and NVFP4 (sm_100;
+    scales copied into 128x4 tiles). Codes and float32 scales share the parts' memory; k is padded with the zero codes
+    that a part has. The global scales of NVFP4 are arguments of scaled_mm only.
     Raises ValueError for a pair or shape that torch does not take; hqarray.matmul takes every one.
     """
     if function not in ("scaled_mm", "_scaled_mm"):
@@ -63,6 +64,8 @@ def scaled_mm_arguments(
     if not hasattr(functional, "scaled_mm"):
         raise NotImplementedError(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (2.10 has); "
                                   f"pass function='_scaled_mm'")
+    if names[1] == "RowWise":  # of mat_b's columns
+        scales_b = (scales_b[0].t(),)
     arguments: dict[str, Any] = {"mat_a": mat_a, "mat_b": mat_b.t()}
     for side, name, scales in (("a", names[0], scales_a), ("b", names[1], scales_b)):
         arguments |= side_arguments(side, name, scales)
@@ -74,13 +77,12 @@ def _recipes(a: Storage, b: Storage, function: str) -> tuple[str, str]:
     kinds = {a.element.name, b.element.name}
     names = RECIPES.get((a.scale, a.block)), RECIPES.get((b.scale, b.block))
     reason = None
-    if (1, ROW) in (a.block, b.block):
-        reason = "scales for each row are not passed on yet"
-    elif None in names or (a.scale == "e8m0" and kinds - {"e4m3", "e5m2"}):
+    by_row = [s.block == (1, ROW) for s in (a, b)]
+    if None in names or (a.scale == "e8m0" and kinds - {"e4m3", "e5m2"}):
         reason = "torch's GEMM on NVIDIA GPUs takes no such operand"
     elif a.global_per_row or b.global_per_row:
         reason = "it takes one global scale, not one for each row"
-    elif a.scale != b.scale or (a.block is None) != (b.block is None):
+    elif a.scale != b.scale or (a.block is None) != (b.block is None) or by_row[0] != by_row[1]:
         reason = "operands are scaled differently"
     elif a.rht != b.rht:
         reason = "one operand is Hadamard-rotated"
@@ -121,6 +123,8 @@ def _scales(part: QuantizedArray, function: str) -> tuple[Any, ...]:
         return (tiled(scales, rows, -(-columns // storage.block[1])), *(() if whole is None else (whole,)))  # type: ignore
     if storage.block is None:
         return (scales,)
+    if storage.block == (1, ROW):  # (outer, 1), whose second stride torch wants to be 1
+        return (scales.as_strided(scales.shape, (1, 1)),)
     if storage.block[0] == 1:
         if part.shape[0] % 4:
             raise ValueError(

@@ -21,16 +21,18 @@ def cell(used: Resources) -> str:
     return f"{used.registers}" + (f" +{used.spill_stores}+{used.spill_loads}" if spilled else "")
 
 
-def _print_table(kernels: list[Specialisation], arches: list[str], jobs: int | None) -> int:
+def _print_table(kernels: list[Specialisation], asked: list[str] | None, jobs: int | None) -> int:
+    arches = list(ARCHES) if asked is None else asked
     print("registers a thread, +bytes of spill stores and loads where there are any; * a main kernel")
     print(f"{'':60}" + "".join(f"{arch:>13}" for arch in arches))
     compiled = spilled = 0
     failed = []
-    for kernel, used in compile_all(kernels, arches, jobs):
-        print(f"{'*' if kernel.main else ' '} {kernel.name:58}" + "".join(f"{cell(used[arch]):>13}" for arch in arches))
+    for kernel, used in compile_all(kernels, asked, jobs):
+        cells = (f"{cell(used[arch]) if arch in used else '':>13}" for arch in arches)
+        print(f"{'*' if kernel.main else ' '} {kernel.name:58}" + "".join(cells))
         compiled += len(used)
         spilled += sum(r.spill_stores + r.spill_loads > 0 for r in used.values())
-        failed += [f"{kernel.name}, {arch}: {cell(used[arch])}" for arch in arches if kernel.excess(arch, used[arch])]
+        failed += [f"{kernel.name}, {arch}: {cell(used[arch])}" for arch in used if kernel.excess(arch, used[arch])]
     print(f"{compiled} kernels compiled for {', '.join(arches)}; {spilled} spill")
     for (name, arch), spill in ALLOWED_SPILLS.items():
         print(f"allowed: {name}, {arch}: {spill.most} bytes; {spill.reason}")
@@ -43,7 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hqarray.rawkernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", nargs="+", default=list(ARCHES), help="NVRTC architectures, for example sm_90a")
+    parser.add_argument("--arch", nargs="+", help="NVRTC architectures, for example sm_90a; default: four for main "
+                                                  "kernels, two for the others")
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES, help="dtypes of input and output")
     parser.add_argument("--main", action="store_true")
     parser.add_argument("--pairs", action="store_true")
@@ -53,8 +56,9 @@ def main() -> int:
     kernels = [k for k in specialisations(pairs=options.pairs, dtypes=options.dtype) if k.main or not options.main]
     if not options.cache:
         return _print_table(kernels, options.arch, options.jobs)
-    kept = fill_cache(kernels, options.arch, options.jobs)
-    print(f"{kept} kernels for {', '.join(options.arch)} in {loader.cache_folder()}")
+    arches = options.arch or list(ARCHES)
+    kept = fill_cache(kernels, arches, options.jobs)
+    print(f"{kept} kernels for {', '.join(arches)} in {loader.cache_folder()}")
     return 0
 
 

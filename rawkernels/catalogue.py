@@ -9,16 +9,20 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hqarray.formats import FORMATS, Format, Storage
+from hqarray.formats import FORMATS, NVFP4, Format, Storage, as_format
 from hqarray.groups import Axis
+from hqarray.recipes import RECIPES, ROLES
 
 from . import loader, traits
 from .loader import Resources
 
-BUILT: dict[str, Format] = {name: format for name, format in FORMATS.items() if traits.not_built(format) is None}
-"""The rows of FORMATS that there are kernels for."""
+STORED: dict[str, Format] = FORMATS | {name: as_format(name) for name in ("nvfp4(rht=true)",)}
+"""Formats by whose storages parts are decoded: FORMATS, and the option that stores a part differently."""
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+FEW_ARCHES = ("sm_80", "sm_90a")
+"""What kernels that are not main ones are compiled for by default: without FP8 conversions and with them."""
+
 DTYPES = ("bfloat16", "float16", "float32")
 AXES: tuple[Axis, ...] = ("outer", "k")
 
@@ -61,20 +65,22 @@ class Specialisation:
 
 
 def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> Iterator[Specialisation]:
-    """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other."""
-    formats = list(BUILT.items())
-    storages: dict[Storage, str] = {}
-    for name, format in formats:
-        storages.setdefault(format.storage, name)
-    for storage in {format.storage: None for _, format in formats if format.transposable}:
-        yield Specialisation(f"transpose {storages[storage]}", traits.transpose_launch(storage).source, True)
+    """Every kernel: each format with itself, and alone where speed is promised; pairs: alone and with every other.
+
+    Without pairs float16 rows that start anywhere are left out: bfloat16 ones of the same code are not.
+    """
+    formats = list(FORMATS.items())
+    storages, moved = _storages(STORED), _storages({n: format for n, format in STORED.items() if format.transposable})
+    for storage, name in moved.items():
+        yield Specialisation(f"transpose {name}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
     yield Specialisation("delayed scaling", traits.delayed_launch().source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)
+        yield from _of_recipes()
     for dtype in dtypes:
-        for aligned in (True, False):
+        for aligned in (True,) if dtype == "float16" and not pairs else (True, False):
             main = dtype == "bfloat16" and aligned
             suffix = f"{dtype}{'' if aligned else ' unaligned'}"
             yield Specialisation(f"amax {suffix}", traits.amax_launch(dtype, aligned).source, main)
@@ -88,9 +94,34 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
                     source = traits.quantize_launch(None, row, dtype, aligned).source
                     yield Specialisation(f"quantize - / {name} {suffix}", source, main)
             for storage, name in storages.items():
+                if name not in FORMATS and not main:
+                    continue
                 for transposed in (False, True):
                     source = traits.dequantize_launch(storage, dtype, transposed, aligned).source
                     yield Specialisation(f"dequantize {name} {('rows', 'columns')[transposed]} {suffix}", source, main)
+
+
+def _of_recipes() -> Iterator[Specialisation]:
+    """Pairs that recipes name beside the rows of FORMATS, and four-over-six, which none does; with their amaxes."""
+    known = set(FORMATS.values())
+    pairs = [recipe[role] for recipe in RECIPES.values() for role in ROLES]
+    pairs += [(format, format) for format in (NVFP4(four_over_six="mae"), NVFP4((16, 16), four_over_six="mse"))]
+    for row, column in dict.fromkeys(pairs):
+        if {row, column} <= known:
+            continue
+        name = f"{row.name} / {column.name} bfloat16"
+        yield Specialisation(f"quantize {name}", traits.quantize_launch(row, column, "bfloat16", True).source, False)
+        first, second, _ = traits.measures_of(row, column, False)
+        source = traits.amax_launch("bfloat16", True, row=first, column=second).source
+        yield Specialisation(f"amax {name}", source, False)
+
+
+def _storages(formats: dict[str, Format]) -> dict[Storage, str]:
+    """Each storage once, with the name of the first format that is stored so."""
+    storages: dict[Storage, str] = {}
+    for name, format in formats.items():
+        storages.setdefault(format.storage, name)
+    return storages
 
 
 def _of_groups(formats: list[tuple[str, Format]], storages: dict[Storage, str]) -> Iterator[Specialisation]:
@@ -114,7 +145,8 @@ def _forms(storage: Storage) -> list[tuple[int, bool, str]]:
 
 
 def _around_a_gemm(storages: dict[Storage, str]) -> Iterator[Specialisation]:
-    """What makes operands of parts, and results of sums."""
+    """What makes operands of parts, and results of sums. Rotated parts are decoded as others are."""
+    storages = {storage: name for storage, name in storages.items() if not storage.rht}
     for storage, name in storages.items():
         source = traits.decode_launch(storage, "float32", 1, False).source
         yield Specialisation(f"decode {name} to float32", source, False)
@@ -150,15 +182,21 @@ def _processes(jobs: int | None) -> ProcessPoolExecutor:
 
 
 def compile_all(
-    kernels: list[Specialisation], arches: Iterable[str], jobs: int | None = None
+    kernels: list[Specialisation], arches: Iterable[str] | None = None, jobs: int | None = None
 ) -> Iterator[tuple[Specialisation, dict[str, Resources]]]:
-    """Each kernel with what it takes on each architecture."""
-    arches = list(arches)
-    work = [(kernel.source, arch) for kernel in kernels for arch in arches]
+    """Each kernel with what it takes on each architecture; None: main ones on all of ARCHES, others on FEW_ARCHES."""
+    wanted: dict[loader.Source, tuple[str, ...]] = {}  # formats that are stored alike share a source
+    for kernel in kernels:
+        own = ARCHES if kernel.main else FEW_ARCHES
+        wanted[kernel.source] = max(wanted.get(kernel.source, ()), own, key=len) if arches is None else tuple(arches)
+    work = [(source, arch) for source, own in wanted.items() for arch in own]
     with _processes(jobs) as pool:
         used = pool.map(_resources, work, chunksize=8)
+        known: dict[loader.Source, dict[str, Resources]] = {}
         for kernel in kernels:
-            yield kernel, {arch: next(used) for arch in arches}
+            if kernel.source not in known:
+                known[kernel.source] = {arch: next(used) for arch in wanted[kernel.source]}
+            yield kernel, known[kernel.source]
 
 
 def fill_cache(kernels: list[Specialisation], arches: Iterable[str], jobs: int | None = None) -> int:

@@ -3,7 +3,7 @@
 // A scale of the whole matrix stays out of the values but for its power of two, which keeps products in range; the
 // rest of both operands' goes to *alpha. TERMS 3 (bf16): three runs of k columns in a row. SPLIT: three terms whose sum
 // is the float32 value, cut out of its bits. Otherwise the partner of such a row: the value three times, Inf and NaN
-// in the first run alone, since they would meet the zeros among the others' terms.
+// in the first run alone, since they would meet the zeros among the others' terms. Rotated values (rht) stay so.
 // Generated before this text: as for dequantize.cu, with TRANSPOSED 0, ALIGNED, and Part without the whole matrix's
 // scale; SCALAR (there is one), TERMS, SPLIT.
 //
@@ -20,7 +20,7 @@ struct DecodeArguments {
     i64 pitch;
     const u8* scales;
     i64 scale_pitch;
-    const float* scalar;  // of this part, where SCALAR
+    const float* scalar;  // of this part, where SCALAR; its lines' global scales, where they have some
     const float* other;   // of the other operand, or null
     float* alpha;         // null where another kernel writes it
     char* values;
@@ -72,6 +72,7 @@ HQ_FN void decode_patch(const DecodeArguments& a, i64 row0, i64 column0) {
         }
     float scale[8];
     load_scales<Part>({a.codes, a.pitch, a.scales, a.scale_pitch, nullptr, nullptr, 0, a.m, a.k}, row0, column0, scale);
+    const GlobalScale<Part> global_scale(a.scalar, row0, a.m);
     const float power = SCALAR ? power_of(*a.scalar) : 1.0f;
     char* target = a.values + row0 * a.row_bytes + column0 * Output::size;
     const i64 run_bytes = a.k * Output::size;
@@ -85,6 +86,7 @@ HQ_FN void decode_patch(const DecodeArguments& a, i64 row0, i64 column0) {
         for (int pair = 0; pair < 4; ++pair) {
             float low = line.value(2 * pair), high = line.value(2 * pair + 1);
             if (!whole) { low *= factor; high *= factor; }
+            if constexpr (Part::global_scale) { low *= global_scale.of(r); high *= global_scale.of(r); }
             if constexpr (SPLIT) {
                 low = quiet(low); high = quiet(high);
 #pragma unroll
@@ -109,10 +111,12 @@ HQ_FN int own_row() { return threadIdx.x / 32 * 8; }
 HQ_FN int own_column() { return threadIdx.x % 32 * 8; }
 
 #if GROUPED
+constexpr int SPANS = Part::global_per_row ? 4 : 3;
+
 // A member's matrix.
-HQ_FN DecodeArguments arguments_of(const GroupedDecodeArguments& g, const Member<3>& member) {
+HQ_FN DecodeArguments arguments_of(const GroupedDecodeArguments& g, const Member<SPANS>& member) {
     DecodeArguments own = g.all;
-    own.scalar += member.index;
+    own.scalar += Part::global_per_row ? member.before[3] * (RAGGED_K ? own.m : 1) : member.index;
     own.scales += member.before[1] * g.scales_unit;
     constexpr bool block_major = !Part::one_scale && Part::scale_rows == 1, row_major = !Part::one_scale && !block_major;
     if (RAGGED_K ? row_major : block_major) own.scale_pitch = Scales::of(member.size);
@@ -136,10 +140,10 @@ HQ_FN DecodeArguments arguments_of(const GroupedDecodeArguments& g, const Member
 #if GROUPED
 extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_decode(const __grid_constant__ hq::GroupedDecodeArguments g) {
     using namespace hq;
-    __shared__ Member<3> member;
+    __shared__ Member<SPANS> member;
     __shared__ DecodeArguments own;
     if (threadIdx.x < 32) {
-        find_member<RAGGED_K ? TILE_COLUMNS : TILE_ROWS>(g.groups, RAGGED_K ? blockIdx.x : row_tile(), member, Codes{}, Scales{}, Span<1, 8>{});
+        find_lines<Part, RAGGED_K ? TILE_COLUMNS : TILE_ROWS>(g.groups, RAGGED_K ? blockIdx.x : row_tile(), member, Codes{}, Scales{}, Span<1, 8>{});
         if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
     }
     __syncthreads();

@@ -1,13 +1,16 @@
 // Dequantize: grid and tiles as quantize, over the values Y = X or X.T that a part decodes to.
 //
 // TRANSPOSED 0: Y's rows are the part's lines. 1: the part is columnwise; its lines, Y's columns, come in pieces of
-// LINE_BYTES through shared memory. Every value is RN(code * scale), under a global scale RN(that * global_scale),
-// then one rounding to Output; NaN is the hardware's canonical one. Generated before this text: Part (storage traits),
-// Output, Input = Output, TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS, GROUPED.
+// LINE_BYTES through shared memory. Every value is RN(code * scale), under a global scale RN(that * global_scale), where
+// rht rotated back, then one rounding to Output; NaN is the hardware's canonical one. Generated before this text: Part
+// (storage traits), Output, Input = Output, TRANSPOSED, ALIGNED (Y's rows start on 16 bytes), TILE_ROWS, TILE_COLUMNS,
+// GROUPED.
 //
-// GROUPED: the rows of many matrices, stacked; a block finds its member. Generated as well: Codes, Scales (Spans).
+// GROUPED: the rows of many matrices, stacked; a block finds its member. Generated as well: Codes, Scales and, where
+// lines have global scales of their own, GlobalScales (Spans).
 #include "encode.cuh"
 #include "group.cuh"
+#include "rotate.cuh"
 
 namespace hq {
 
@@ -118,6 +121,28 @@ HQ_FN void load_scales(const DequantizeArguments& a, i64 line, i64 along, float 
     }
 }
 
+// Global scales of 8 lines that start at `line` of so many: one a line, or the whole matrix's.
+template <class P>
+struct GlobalScale {
+    float value[P::global_per_row ? 8 : 1];
+
+    HQ_FN GlobalScale(const float* stored, i64 line, i64 lines) {
+        if constexpr (!P::global_per_row) {
+            value[0] = P::global_scale ? *stored : 1.0f;
+        } else if constexpr (GROUPED) {  // a member's begin anywhere
+#pragma unroll
+            for (int i = 0; i < 8; ++i) value[i] = line + i < lines ? __ldg(stored + line + i) : 0.0f;
+        } else {  // there is room up to a multiple of 4
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float4 four = line + 4 * h < lines ? __ldg(reinterpret_cast<const float4*>(stored + line) + h) : float4{};
+                value[4 * h] = four.x; value[4 * h + 1] = four.y; value[4 * h + 2] = four.z; value[4 * h + 3] = four.w;
+            }
+        }
+    }
+    HQ_FN float of(int line) const { return value[P::global_per_row ? line : 0]; }
+};
+
 // A product's NaN is canonical; an unscaled value is multiplied by one for that alone.
 template <class P>
 HQ_FN float scaled(float value, float scale, float global_scale) {
@@ -226,6 +251,15 @@ HQ_FN void put_pair(u32* words, int pair, float low, float high) {
     } else words[pair] = narrow_pair<Out>(low, high);
 }
 
+#if GROUPED
+// find_member, and behind the spans given that of its lines' global scales, where they have some.
+template <class P, int ROWS, int SPANS, class... Spans>
+HQ_FN void find_lines(const Groups& g, i64 tile, Member<SPANS>& found, Spans... span) {
+    if constexpr (P::global_per_row) find_member<ROWS>(g, tile, found, span..., GlobalScales{});
+    else find_member<ROWS>(g, tile, found, span...);
+}
+#endif
+
 }  // namespace hq
 
 #ifndef HQ_NO_ENTRY  // decode.cu has its own
@@ -234,12 +268,14 @@ namespace hq {
 // One tile of a matrix.
 HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* stage) {
     typedef Direction<TRANSPOSED> D;
-    const float global_scale = Part::global_scale ? *a.global_scale : 1.0f;
     const int rows = count_of(a.m, p.row0, 8), columns = count_of(a.k, p.column0, 16);
     const bool exists = rows > 0 && columns > 0;
     char* target = a.values + p.row0 * a.row_bytes + p.column0 * Output::size;
     alignas(16) u32 codes[8][WORDS];
     float scale[8];
+    // A ragged end of fewer than 16 is not rotated. Before any lane leaves:
+    const bool upper = D::lane(p) & 1, rotated = Part::rht && (D::along0(p) & ~i64(15)) + 16 <= D::length(a);
+    const u32 rotating = Part::rht ? __ballot_sync(~0u, rotated) : 0;
 
     if constexpr (TRANSPOSED) {
         constexpr int chunks = LINE_BYTES / 16, step = THREADS / chunks, pieces = TILE_COLUMNS / step;
@@ -252,6 +288,7 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
         for (int n = 0; n < pieces; ++n)
             piece[n] = __ldg(reinterpret_cast<const uint4*>(n * step < stored ? source + n * step * a.pitch : a.codes));
         load_scales<Part>(a, exists ? D::line0(p) : 0, exists ? D::along0(p) : 0, scale);
+        const GlobalScale<Part> global_scale(a.global_scale, D::line0(p), D::lines(a));
 #pragma unroll
         for (int n = 0; n < pieces; ++n)
             *reinterpret_cast<uint4*>(stage + staged(line + n * step, byte, LINE_BYTES)) = piece[n];
@@ -265,10 +302,25 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
                 for (int w = 0; w < WORDS; w += PIECE)
                     load_codes(stage + staged(p.column + 2 * pair + h, p.row * LINE_BYTES / TILE_ROWS + 4 * w, LINE_BYTES), codes[h] + w);
             const DecodedLine<Part> low(codes[0]), high(codes[1]);
+            const auto value = [&](const DecodedLine<Part>& line, int h, int r) {
+                return scaled<Part>(line.value(r), scale[2 * pair + h], global_scale.of(2 * pair + h));
+            };
+            if constexpr (Part::rht) {
+                float turned[2][8];
 #pragma unroll
-            for (int r = 0; r < 8; ++r)
-                put_pair<Output>(words[r], pair, scaled<Part>(low.value(r), scale[2 * pair], global_scale),
-                                 scaled<Part>(high.value(r), scale[2 * pair + 1], global_scale));
+                for (int r = 0; r < 8; ++r) {
+                    turned[0][r] = value(low, 0, r);
+                    turned[1][r] = value(high, 1, r);
+                }
+                if (rotated)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) rotate_back<D::step>(turned[h], Part::signs, upper, rotating);
+#pragma unroll
+                for (int r = 0; r < 8; ++r) put_pair<Output>(words[r], pair, turned[0][r], turned[1][r]);
+            } else {
+#pragma unroll
+                for (int r = 0; r < 8; ++r) put_pair<Output>(words[r], pair, value(low, 0, r), value(high, 1, r));
+            }
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r)
@@ -283,26 +335,31 @@ HQ_FN void dequantize_tile(const DequantizeArguments& a, const Place& p, u8* sta
                 if ((GROUPED ? r < rows && columns > 0 : ALIGNED || exists) && (WORDS < 8 || p.column0 * 4 + 4 * w < a.pitch)) load_codes(source + r * a.pitch + 4 * w, codes[r] + w);
         }
         if (ALIGNED || exists) load_scales<Part>(a, D::line0(p), D::along0(p), scale);
+        const GlobalScale<Part> global_scale(a.global_scale, D::line0(p), D::lines(a));
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
             const DecodedLine<Part> line(codes[r]);
             u32 words[Output::size * 2];
+            float value[8];
 #pragma unroll
-            for (int pair = 0; pair < 4; ++pair)
-                put_pair<Output>(words, pair, scaled<Part>(line.value(2 * pair), scale[r], global_scale),
-                                 scaled<Part>(line.value(2 * pair + 1), scale[r], global_scale));
+            for (int c = 0; c < 8; ++c) value[c] = scaled<Part>(line.value(c), scale[r], global_scale.of(r));
+            if (Part::rht && rotated) rotate_back<D::step>(value, Part::signs, upper, rotating);
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) put_pair<Output>(words, pair, value[2 * pair], value[2 * pair + 1]);
             store_row(target + r * a.row_bytes, words, p, columns, r < rows);
         }
     }
 }
 
 #if GROUPED
+constexpr int SPANS = Part::global_per_row ? 3 : 2;
+
 // A member's matrix.
-HQ_FN DequantizeArguments arguments_of(const GroupedDequantizeArguments& g, const Member<2>& member) {
+HQ_FN DequantizeArguments arguments_of(const GroupedDequantizeArguments& g, const Member<SPANS>& member) {
     DequantizeArguments own = g.all;
     own.values += member.start * own.row_bytes;
     own.m = member.size;
-    own.global_scale += member.index;
+    own.global_scale += Part::global_per_row ? member.before[2] * (TRANSPOSED ? own.k : 1) : member.index;
     constexpr bool block_major = !Part::one_scale && Part::scale_rows == 1, row_major = !Part::one_scale && !block_major;
     if constexpr (TRANSPOSED) {  // lines of a pitch of their own
         own.codes += member.before[0] * g.codes_unit;
@@ -331,10 +388,10 @@ HQ_FN void zero_rows(const DequantizeArguments& a, i64 from, i64 to) {
 extern "C" __global__ void __launch_bounds__(hq::THREADS, MIN_BLOCKS) hq_dequantize(const __grid_constant__ hq::GroupedDequantizeArguments g) {
     using namespace hq;
     extern __shared__ __align__(16) u8 stage[];
-    __shared__ Member<2> member;
+    __shared__ Member<SPANS> member;
     __shared__ DequantizeArguments own;
     if (threadIdx.x < 32) {
-        find_member<TILE_ROWS>(g.groups, row_tile(), member, Codes{}, Scales{});
+        find_lines<Part, TILE_ROWS>(g.groups, row_tile(), member, Codes{}, Scales{});
         if (threadIdx.x == 0 && member.index >= 0) own = arguments_of(g, member);
     }
     __syncthreads();

@@ -109,13 +109,17 @@ template <class F> constexpr float least_difference =
 // Bit i: in line i's block 4 errs less. doubt: the sums of one are too near to each other.
 template <class F, int DOWN, class In, class Globals>
 HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32 (&four)[8], const u32 (&six)[8], const Globals& globals, bool& doubt) {
-    float factor[8], sum_of_four[8], sum_of_six[8];
+    float sum_of_four[8], sum_of_six[8] = {};
+#pragma unroll 1
+    for (int candidate = 0; candidate < 2; ++candidate) {  // one copy of the code, of which there is much
+        float factor[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) factor[i] = 2.0f * globals.factor(i, four[i]);
-    nearly_total<F, DOWN>(patch, factor, sum_of_four);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) factor[i] = 2.0f * globals.factor(i, six[i]);
-    nearly_total<F, DOWN>(patch, factor, sum_of_six);
+        for (int i = 0; i < 8; ++i) {
+            factor[i] = 2.0f * globals.factor(i, candidate ? six[i] : four[i]);
+            sum_of_four[i] = sum_of_six[i];  // of the candidate before
+        }
+        nearly_total<F, DOWN>(patch, factor, sum_of_six);
+    }
     u32 chosen = 0;
     doubt = false;
 #pragma unroll

@@ -97,10 +97,12 @@ def min_blocks(dtype: str, aligned: bool, shared_bytes: int) -> int:
 
 
 def dequantize_min_blocks(storage: Storage, dtype: str, transposed: bool, shared_bytes: int) -> int:
-    """The same for dequantize: staged bytes want 80 registers, and are as fast with 3 blocks as with 4."""
+    """The same for dequantize: staged bytes want 80 registers, and are as fast with 3 blocks as with 4; so do staged
+    lines that are rotated back.
+    """
     if dtype == "float32" or storage.element.bits > 16 or shared_bytes > 24 << 10:
         return 2
-    return 3 if transposed and storage.element.stored_bits == 8 else 4
+    return 3 if transposed and (storage.element.stored_bits == 8 or storage.rht) else 4
 
 
 def min_blocks_before_sm_89(row: Format | None, column: Format | None, blocks: int) -> int:

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from hqarray import hadamard
 from hqarray.formats import Element, Format, PowerOfTwo, Reciprocal, Storage, TwoLevel
-from hqarray.groups import Axis, Span, code_span, scale_span
+from hqarray.groups import Axis, Span, code_span, global_span, scale_span
 
 from . import geometry
 from .geometry import Tile
@@ -58,24 +59,10 @@ def _is_built(element: Element) -> bool:
     return held and halves and element.bias >= 0
 
 
-def not_built(format: Format | Storage) -> str | None:
-    """What of a format, or of a storage, the kernels lack; None where they have all of it. The one place that knows."""
-    return None
-
-
-def _expect_built(format: Format | Storage) -> None:
-    lacking = not_built(format)
-    if lacking is not None:
-        name = format.element.name if isinstance(format, Storage) else format.name
-        raise NotImplementedError(
-            f"{name} has no CUDA kernels yet: they lack {lacking}; quantize, decode and multiply it as NumPy arrays "
-            f"(cupy.asnumpy)"
-        )
 
 
 def storage_traits(name: str, storage: Storage) -> str:
     """What decoding needs, as `struct name`."""
-    _expect_built(storage)
     element = storage.element
     facts = (element.exponent_bits, element.mantissa_bits, element.bias, element.specials)
     block = storage.block or (1, 1)
@@ -88,8 +75,11 @@ def storage_traits(name: str, storage: Storage) -> str:
     static constexpr bool hardware_fp6 = {_cpp(facts in _FP6_CONVERSIONS)};
     static constexpr int scale = {_SCALES[storage.scale]};
     static constexpr bool one_scale = {_cpp(storage.block is None)};
-    static constexpr int scale_rows = {block[0]}, scale_columns = {min(block[1], MOST_INT)};
-    static constexpr bool global_scale = {_cpp(storage.global_scale)}, rht = {_cpp(storage.rht)};
+    static constexpr int scale_rows = {block[0]};
+    static constexpr i64 scale_columns = {block[1]};
+    static constexpr bool global_scale = {_cpp(storage.global_scale)}, global_per_row = {_cpp(storage.global_per_row)};
+    static constexpr bool rht = {_cpp(storage.rht)};
+    static constexpr u32 signs = {SIGNS:#x};
 """
 
 
@@ -102,7 +92,6 @@ def format_traits(name: str, format: Format | None) -> str:
             f"static constexpr bool rht = false, stochastic = false, per_row = false; "
             f"typedef hq::Element<4, 3, 7, hq::NAN_ONLY> Element; }};\n"
         )
-    _expect_built(format)
     rule = format.scaling
     block = format.amax_block or (0, 0)
     scaling, rounding, pow2, epsilon, bound, choice = "NO_SCALING", "UP", False, 0.0, 1.0, None
@@ -123,6 +112,10 @@ def format_traits(name: str, format: Format | None) -> str:
 }};
 """
     )
+
+
+SIGNS = sum(1 << i for i, sign in enumerate(hadamard.SIGNS) if sign < 0)
+"""Bit i is set where the i-th of 16 rotated values is negated."""
 
 
 def _cpp(value: bool) -> str:
@@ -182,6 +175,7 @@ def quantize_launch(
     text = (
         f"typedef {wide(dtype)} Input;\n"
         + _tile(tile, aligned, blocks, geometry.min_blocks_before_sm_89(row, column, blocks))
+        + f"constexpr u32 SIGNS = {SIGNS:#x};\n"
         + f"constexpr int SHARED_BYTES = {shared};\nconstexpr bool SAME_FORMAT = {_cpp(row == column)};\n"
         + _grouped(grouped, **spans) + format_traits("Row", row) + format_traits("Column", column)
     )
@@ -219,11 +213,18 @@ def amax_launch(
     tile = geometry.SQUARE
     rotated = row is not None and row.rotated, column is not None and column.rotated
     blocks = min(geometry.min_blocks(dtype, aligned, 0), 3 if any(rotated) else 4)
-    text = f"typedef {wide(dtype)} Input;\n" + _tile(tile, aligned, blocks) + _grouped(grouped)
+    text = f"typedef {wide(dtype)} Input;\nconstexpr u32 SIGNS = {SIGNS:#x};\n"
+    text += _tile(tile, aligned, blocks) + _grouped(grouped)
     for name, measure in (("ROW", row), ("COLUMN", column)):
         text += f"constexpr int {name} = {'NOTHING' if measure is None else measure.kind};\n"
         text += f"constexpr bool {name}_ROTATED = {_cpp(measure is not None and measure.rotated)};\n"
     return Launch(Source("amax.cu", "hq_amax", text), tile, 0)
+
+
+def _spans(storage: Storage, ragged: Axis) -> dict[str, Span | None]:
+    """How decoding finds a member's codes, scales and lines' global scales; of the spans only what kernels are told."""
+    return {"Codes": code_span(storage, ragged, 8, 1), "Scales": scale_span(storage, ragged, 8),
+            "GlobalScales": global_span(storage, ragged, 8)}
 
 
 def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: bool, grouped: bool = False) -> Launch:
@@ -235,8 +236,7 @@ def dequantize_launch(storage: Storage, dtype: str, transposed: bool, aligned: b
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(tile, aligned, geometry.dequantize_min_blocks(storage, dtype, transposed, shared))
         + f"constexpr int TRANSPOSED = {int(transposed)};\n"
-        + _grouped(grouped, Codes=code_span(storage, ragged, 8, 1), Scales=scale_span(storage, ragged, 8))
-        + storage_traits("Part", storage) + "};\n"
+        + _grouped(grouped, **_spans(storage, ragged)) + storage_traits("Part", storage) + "};\n"
     )
     return Launch(Source("dequantize.cu", "hq_dequantize", text), tile, shared)
 
@@ -248,8 +248,7 @@ def narrow_launch() -> Launch:
 
 def delayed_launch() -> Launch:
     """The kernel that takes amaxes from those of earlier steps."""
-    text = "typedef BFloat16 Input;\n" + _tile(geometry.SQUARE, True, 1)
-    return Launch(Source("delayed.cu", "hq_delayed", text), geometry.HISTORY_TILE, 0)
+    return Launch(Source("delayed.cu", "hq_delayed", _TILE_CONSTANTS), geometry.HISTORY_TILE, 0)
 
 
 def transpose_launch(storage: Storage) -> Launch:
@@ -265,7 +264,13 @@ def transpose_launch(storage: Storage) -> Launch:
 
 
 def left_to_alpha(storage: Storage) -> tuple[Storage, bool]:
-    """What the decode kernel multiplies by itself, and whether a scale of the whole matrix is left to alpha."""
+    """What the decode kernel multiplies by itself, and whether a scale of the whole matrix is left to alpha.
+
+    Rotated values are multiplied as they are.
+    """
+    storage = replace(storage, rht=False)
+    if storage.global_per_row:
+        return storage, False
     if storage.scale != "none" and storage.block is None:
         return replace(storage, scale="none"), True
     return replace(storage, global_scale=False), storage.global_scale
@@ -280,7 +285,7 @@ def decode_launch(storage: Storage, dtype: str, terms: int, split: bool, ragged:
         f"typedef {wide(dtype)} Output;\ntypedef Output Input;\n"
         + _tile(geometry.DECODE_TILE, True, 4 if few else 2)
         + f"constexpr int TRANSPOSED = 0, TERMS = {terms};\nconstexpr bool RAGGED_K = {_cpp(ragged == 'k')};\n"
-        + _grouped(ragged is not None, Codes=code_span(part, axis, 8, 1), Scales=scale_span(part, axis, 8))
+        + _grouped(ragged is not None, **_spans(part, axis))
         + f"constexpr bool SCALAR = {_cpp(scalar)}, SPLIT = {_cpp(split)};\n" + storage_traits("Part", part) + "};\n"
     )
     return Launch(Source("decode.cu", "hq_decode", text), geometry.DECODE_TILE, 0)

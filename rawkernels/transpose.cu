@@ -53,10 +53,12 @@ HQ_FN void move_scales(const TransposeArguments& a, const Place& p) {
             if (threadIdx.x < 4 && at < a.to.scale_pitch && (threadIdx.x == 0 || p.tile_row == blocks - 1))
                 to[p.tile_column * a.to.scale_pitch + at] = threadIdx.x == 0 ? from[p.tile_row * a.from.scale_pitch + p.tile_column] : 0.0f;
         }
-    } else if constexpr (F::scale != NO_SCALE) {  // bytes of 16 x 16, stored for each of 16 lines
-        const i64 block = p.tile_row * 8 + threadIdx.x / 32, line = p.tile_column * 128 + threadIdx.x % 32 * 4;
-        if (block * 16 < a.m && line < a.to.scale_pitch) {
-            const u32 byte = line < a.k ? a.from.scales[line / 16 * a.from.scale_pitch + block * 16] : 0;
+    } else if constexpr (F::scale != NO_SCALE) {  // bytes of squares, stored for each of a square's lines
+        constexpr int side = F::scale_columns;
+        static_assert(side % 4 == 0 && 128 % side == 0, "a tile holds whole squares, and 4 lines lie in one");
+        const i64 block = p.tile_row * (128 / side) + threadIdx.x / 32, line = p.tile_column * 128 + threadIdx.x % 32 * 4;
+        if (threadIdx.x / 32 < 128 / side && block * side < a.m && line < a.to.scale_pitch) {
+            const u32 byte = line < a.k ? a.from.scales[line / side * a.from.scale_pitch + block * side] : 0;
             u32 four = byte * 0x01010101u;
             if (line + 4 > a.k && line < a.k) four &= 0xFFFFFFFFu >> (8 * (line + 4 - a.k));
             *reinterpret_cast<u32*>(a.to.scales + block * a.to.scale_pitch + line) = four;

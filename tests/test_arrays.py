@@ -269,9 +269,9 @@ def test_a_repr_is_one_line_and_reads_no_data():
 
 def test_html_is_a_table_that_names_format_shape_and_bytes():
     html = hybrid("mxfp8(rule=floor)", "bf16", columnwise_source="rowwise_dequantized")._repr_html_()
-    for text in ("<table>", "HybridArray", "(20, 48)", "mxfp8(rule=floor)", "bf16", "e8m0", "rowwise_dequantized"):
+    for text in ("<table", "HybridArray", "(20, 48)", "mxfp8(rule=floor)", "bf16", "e8m0", "rowwise_dequantized"):
         assert text in html
-    assert hybrid().rowwise._repr_html_().startswith("<table><caption>QuantizedArray</caption>")
+    assert ">QuantizedArray</caption>" in hybrid().rowwise._repr_html_()
 
 
 # --- NumPy protocols ------------------------------------------------------------------------------

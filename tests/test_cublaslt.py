@@ -14,9 +14,9 @@ from hqarray import cublaslt, gemm, info
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.cublaslt import Operand, Plan, Product, Refused
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS, as_format
 from hqarray.layout import Tiled128x4, part_layout, round_up
-from hqarray.rawkernels.catalogue import BUILT
+from hqarray.rawkernels.catalogue import STORED
 
 # Numbers and widths of cublasLt.h 13.
 DESC = {"POINTER_MODE": (2, "i4"), "TRANSA": (3, "i4"), "TRANSB": (4, "i4"), "EPILOGUE": (7, "u4"),
@@ -263,7 +263,7 @@ def make(monkeypatch):
 
     def make(a, b, m, n, k, chip, dtype=FLOAT32, refuses=lambda library: False, out=None, aux=None, **epilogue):
         library.refuses = refuses
-        x, y = (_part_at(BUILT[name], (outer, k)) for name, outer in ((a, m), (b, n)))
+        x, y = (_part_at(as_format(name), (outer, k)) for name, outer in ((a, m), (b, n)))
         left, right = (gemm.Operand(part, part.format.storage, dtype, part.shape[:1]) for part in (x, y))
         engine = gemm.choose_engine(left.storage, right.storage, chip)
         last = gemm.Epilogue(**epilogue)
@@ -312,19 +312,20 @@ def test_ragged_shapes_on_blackwell_are_padded_with_zero_codes(make, name):
         assert (side.work.codes >= 0) == (name == "mxfp8")  # rows of 1008 bytes; 512 bytes are 1024 FP4 codes
 
 
-@pytest.mark.parametrize("b", BUILT)
-@pytest.mark.parametrize("a", BUILT)
+@pytest.mark.parametrize("b", STORED)
+@pytest.mark.parametrize("a", STORED)
 def test_every_call_on_hopper_is_one_product_over_k_with_zeros(make, a, b):
     m, n, k = 33, 50, 77
     call = make(a, b, m, n, k, (9, 0))
-    product, engine = call.plan.product, gemm.choose_engine(BUILT[a].storage, BUILT[b].storage, (9, 0)).name
+    product, engine = call.plan.product, gemm.choose_engine(STORED[a].storage, STORED[b].storage, (9, 0)).name
     width = round_up(k, 8)
     expected = {"bf16": width, "bf16x3": 3 * width, "fp32": width}
     if engine != "native":
         assert product.a.k == product.b.k == expected[engine] or engine == "fp32"
         assert product.a.type == ("float32" if engine == "fp32" else "bfloat16")
-        storages = [BUILT[name].storage for name in (a, b)]
-        scalars = [s.global_scale or (s.block is None and s.scale != "none") for s in storages]
+        storages = [STORED[name].storage for name in (a, b)]
+        scalars = [(s.global_scale and not s.global_per_row) or (s.block is None and s.scale != "none")
+                   for s in storages]
         assert product.device_scalars == any(scalars)
         assert [side.scalar_offset > 0 for side in call.sides] == scalars
         writers = [getattr(side.work, "writes_alpha", False) for side in call.sides]
@@ -349,6 +350,31 @@ def test_scales_of_rows_that_a_padded_product_adds_have_their_pitch(make):
     assert left is None  # pad4(3) == pad4(4)
     assert (right.pitch, right.wider, right.blocks) == (4 * 20, 4 * 24, 3)
     assert call.finish is not None and call.finish.sum_pitch == 24
+
+
+def test_scales_of_rows_are_cublaslts_outer_vectors(make):
+    call = make("fp8_row_e4m3", "fp8_row_e4m3(element=e5m2)", 48, 64, 96, (9, 0), BFLOAT16)
+    product = call.plan.product
+    assert product.a == Operand("e4m3", 48, 96, 96, scale="OUTER_VEC_32F")
+    assert product.b == Operand("e5m2", 64, 96, 96, scale="OUTER_VEC_32F")
+    assert call.is_bare and not product.device_scalars and not any(side.scalar_offset for side in call.sides)
+    for side, outer in zip(call.sides, (48, 64), strict=True):
+        layout = part_layout(FORMATS["fp8_row_e4m3"].storage, (outer, 96))
+        assert side.scales_offset == layout.scales_offset and side.scales_offset % 16 == 0
+        assert layout.scales_shape == (1, outer), "one float32 after another"
+
+
+def test_scales_of_rows_that_a_padded_product_adds_are_copied_to_a_longer_vector(make):
+    def refuses(library):
+        return any(outer % 16 for _, _, outer, _ in library.asked[:2])
+
+    call = make("fp8_row_e4m3", "fp8_row_e4m3", 3, 17, 300, (9, 0), refuses=refuses)
+    product = call.plan.product
+    assert (product.a.outer, product.b.outer, product.a.k) == (16, 32, 304)
+    left, right = (side.work for side in call.sides)
+    assert (left.pitch, left.wider, left.blocks) == (4 * 4, 4 * 16, 1)
+    assert (right.pitch, right.wider, right.blocks) == (4 * 20, 4 * 32, 1)
+    assert call.finish is not None and product.type == "float32"
 
 
 def test_what_cublaslt_refuses_altogether_names_operands_and_reason(make):
@@ -398,15 +424,15 @@ def launched(make, monkeypatch):
         monkeypatch.setattr(cuda, "_kernel", kernel)
         monkeypatch.setattr(cuda_calls, "alloc", lambda nbytes: Memory(SCRATCH))
         monkeypatch.setattr(cuda_calls, "getDevice", lambda: 0)
-        monkeypatch.setattr(cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=9))
+        monkeypatch.setattr(cuda_calls, "stream_of", lambda device: 9)
         monkeypatch.setattr(cuda_calls, "streamIsCapturing", lambda stream: capturing)
         monkeypatch.setattr(cuda_calls, "_constants", lambda device: (500, 504))
         monkeypatch.setattr(cuda_calls, "_workspaces", {(0, 9, "strided"): Memory(77)})
-        monkeypatch.setattr(cuda_calls, "_captured", kept := [])
+        monkeypatch.setattr(cuda_calls, "captured", kept := [])
         monkeypatch.setattr(cuda_calls.cupy, "ndarray", lambda shape, dtype: array_at(NEW, shape, dtype))
         call = make(a, b, m, n, k, chip, dtype, out=out, aux=aux, bias=bias, **options)
         monkeypatch.setattr(Plan, "run", lambda plan, *arguments: launches.append(("cublaslt", arguments)))
-        parts = [QuantizedArray(BUILT[name], (outer, k), Packed(Memory(1 << 20), part_layout(BUILT[name].storage,
+        parts = [QuantizedArray(STORED[name], (outer, k), Packed(Memory(1 << 20), part_layout(STORED[name].storage,
                  (outer, k)), False, False)) for name, outer in ((a, m), (b, n))]
         result = call(*parts, out, aux, bias)
         return call, result, launches, kept
@@ -435,6 +461,34 @@ def test_an_emulated_call_decodes_both_sides_and_multiplies_what_they_became(lau
     assert launches[2][1][4:6] == ((alpha, 500), 4096)  # beta is zero
     ends = [left.target + 64 * left.row_bytes, right.target + 48 * right.row_bytes]
     assert ends[0] <= right.target and ends[1] <= call.alpha < call.scratch_bytes
+
+
+@pytest.mark.parametrize(("a", "b"), [("nvfp4_row", "fp8_e4m3"), ("fp8_e4m3", "nvfp4_row"), ("nvfp4_row", "mxfp8"),
+                                      ("nvfp4_row", "nvfp4_row")])
+def test_global_scales_of_rows_are_multiplied_by_the_decode_kernel_and_not_by_alpha(launched, a, b):
+    call, _, launches, _ = launched(a, b, 64, 48, 128, (9, 0))
+    assert [name for name, _ in launches] == ["decode.cu", "decode.cu", "cublaslt"]
+    for side, name, outer, (_, values) in zip(call.sides, (a, b), (64, 48), launches, strict=False):
+        layout = part_layout(STORED[name].storage, (outer, 128))
+        if name == "nvfp4_row":
+            assert side.scalar_offset == 0
+            assert values[4] == (1 << 20) + layout.global_scale_offset and layout.num_global_scales == outer
+        else:
+            assert values[4] == ((1 << 20) + layout.scales_offset if name == "fp8_e4m3" else 0)
+    has_alpha = "fp8_e4m3" in (a, b)
+    assert (call.alpha >= 0) == has_alpha == call.plan.product.device_scalars
+    writers = [values for _, values in launches[:2] if values[6]]
+    assert len(writers) == has_alpha
+    if has_alpha:  # the one factor of alpha is the other side's, or one's own
+        scalar = (1 << 20) + call.sides[b == "fp8_e4m3"].scalar_offset
+        assert scalar in (writers[0][4], writers[0][5])
+        assert all(values[5] in (0, scalar) for values in writers)
+
+
+def test_rotated_operands_are_decoded_by_the_kernel_of_those_that_are_not(make):
+    rotated, plain = (make(name, name, 33, 50, 77, (9, 0)) for name in ("nvfp4(rht=true)", "nvfp4"))
+    assert [side.work.kernel.launch for side in rotated.sides] == [side.work.kernel.launch for side in plain.sides]
+    assert "rht = false" in rotated.sides[0].work.kernel.launch.source.text
 
 
 def test_what_cublaslt_does_not_do_is_finished_from_a_float32_sum(launched):
@@ -468,11 +522,11 @@ def test_accumulation_into_a_result_of_any_shape(launched):
 ])
 def test_an_engine_that_is_not_exact_is_refused_with_the_reason(name, a, b, message):
     with pytest.raises(ValueError, match=message):
-        gemm.asked_engine(name, BUILT[a].storage, BUILT[b].storage, (9, 0))
+        gemm.asked_engine(name, STORED[a].storage, STORED[b].storage, (9, 0))
 
 
 def test_an_engine_by_name_or_value():
-    storage = BUILT["fp8_e4m3"].storage
+    storage = STORED["fp8_e4m3"].storage
     for name in ("native", "bf16", "bf16x3", "fp32"):
         assert gemm.asked_engine(name, storage, storage, (9, 0)).name == name
     fast = gemm.asked_engine(hq.Engine("native", fast_accumulate=True), storage, storage, (9, 0))

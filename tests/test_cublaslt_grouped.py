@@ -19,7 +19,7 @@ from hqarray.grouped_parts import GroupedPart, layout_of
 from hqarray.groups import SIZE_KINDS, Sizes, Span
 from hqarray.layout import part_layout, round_up
 from hqarray.rawkernels import geometry
-from hqarray.rawkernels.catalogue import BUILT
+from hqarray.rawkernels.catalogue import STORED
 
 named = pytest.mark.parametrize
 FLOAT32 = np.dtype(np.float32)
@@ -247,14 +247,14 @@ def machine(monkeypatch):
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt.handles, "of", lambda device: 7)
     monkeypatch.setattr(cuda, "getDevice", lambda: 0)
-    monkeypatch.setattr(cuda, "stream_of", lambda device: 9)
     for name, value in {
         "_plans": {}, "_calls": {}, "kernel_of": kernels.kernel, "getDevice": lambda: 0,
+        "stream_of": lambda device: 9,
         "chip_of": lambda device: HOPPER,
         "streamIsCapturing": lambda stream: machine.is_capturing,
         "alloc": lambda nbytes: SimpleNamespace(ptr=next(taken)),
         "_constants": lambda device: (50, 51), "workspace": lambda *place: machine.workspaces.append(place) or 777,
-        "memsetAsync": lambda *values: machine.memsets.append(values), "_captured": [],
+        "memsetAsync": lambda *values: machine.memsets.append(values), "captured": [],
         "groups_of": lambda sizes: (4242 if sizes.each is None else 0, SIZE_KINDS.index(sizes.kind), sizes.num_groups,
                                     sizes.each or 0, sizes.capacity, sizes.alignment),
     }.items():
@@ -274,7 +274,7 @@ def array(shape, dtype, pointer=OUT_AT):
 
 
 def part_at(side, name, ragged, each, sizes):
-    format = BUILT[name]
+    format = STORED[name]
     memory = SimpleNamespace(ptr=PART_AT[side], device_id=0)
     return GroupedPart(format, layout_of(format, ragged, each, sizes), sizes, memory, False)
 
@@ -311,7 +311,9 @@ def set_up(machine, stored):
 NATIVE = [("bf16", "bf16"), ("fp16", "fp16"), ("fp8_e4m3", "fp8_e5m2"), ("fp8_block_1x128", "fp8_block_128x128"),
           ("fp8_block_128x128", "fp8_block_1x128"), ("fp8_block_1x128", "fp8_block_1x128")]
 EMULATED = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_16x16"), ("fp8_e4m3", "mxfp4"), ("bf16", "nvfp4"),
-            ("mxfp6_e2m3", "bf16"), ("fp8_block_1x128", "mxfp8"), ("nvfp4", "fp8_block_128x128")]
+            ("mxfp6_e2m3", "bf16"), ("fp8_block_1x128", "mxfp8"), ("nvfp4", "fp8_block_128x128"),
+            ("fp8_row_e4m3", "mxfp8"), ("bf16", "nvfp4_row"), ("nvfp4_row", "nvfp4"),
+            ("nvfp4(rht=true)", "nvfp4(rht=true)")]
 
 
 @named("sizes", RAGGED, ids=str)
@@ -486,6 +488,25 @@ def test_scales_of_whole_members_go_through_the_finishing_kernel(machine):
     assert scalar_b == PART_AT[1] + asked.b.layout.scales_offset
 
 
+@named("ragged", ["rows", "k"])
+def test_global_scales_of_rows_go_to_the_decode_kernel_alone(machine, ragged):
+    asked = request("nvfp4_row", "nvfp4", ragged, [12, 8, 0])
+    machine.multiply(asked)
+    launch, _, _, _, (_, scalar_a, scalar_b, _) = finish_of(machine)
+    assert "SCALED = true" in launch.source.text and scalar_a == 0
+    assert scalar_b == PART_AT[1] + asked.b.layout.global_scale_offset
+    (launch, _, values), _ = machine.kernels.of("hq_decode")
+    assert "global_per_row = true" in launch.source.text and "SCALAR = false" in launch.source.text
+    assert values[4] == PART_AT[0] + asked.a.layout.global_scale_offset
+    own = asked.a.layout.globals
+    (divide, multiple), = re.findall(r"#define GlobalScales hq::Span<(\d+), (\d+)>", launch.source.text)
+    for size in (0, 1, 12, 128, (1 << 31) - (1 << 20)):
+        units = Span(int(divide), int(multiple)).units(size)
+        assert units == own.units(size)
+        lines = 1 if ragged == "rows" else asked.a.layout.each
+        assert 4 * units * lines == own.nbytes * own.units(size)
+
+
 def test_results_of_equal_members_are_stacked_for_the_finishing_kernel(machine):
     machine.multiply(request("nvfp4", "nvfp4", "k", [12, 8, 0]))
     _, grid, _, groups, (*_, zeros_rest) = finish_of(machine)
@@ -524,6 +545,8 @@ def test_an_empty_result_launches_nothing(machine, ragged, sizes, change):
 @named(("a", "b", "change", "match"), [
     ("fp32", "fp32", {}, "no grouped products of float32"),
     ("fp8_block_1x128", "fp32", {}, "no grouped float32 products"),
+    ("fp8_row_e4m3", "fp8_row_e4m3", {}, "no grouped products of a scale for each row; give the sizes on the host"),
+    ("nvfp4_row", "fp8_row_e4m3", {}, "no grouped float32 products"),
     ("bf16", "bf16", {"version": 130100}, r"cuBLASLt 13\.1\.0"),
     ("fp8_e4m3", "fp8_e4m3", {"version": 130400}, "a scale for each member"),
 ])
@@ -572,7 +595,7 @@ def test_a_captured_call_has_arrays_of_its_own(machine):
     machine.multiply(asked)
     used = [values[33] for _, _, values in machine.kernels.of("hq_group_gemm")]
     assert used[0] == used[3] and len(set(used)) == 3
-    assert len(machine.module._captured) == 4, "scratch memory and arrays of each captured call"
+    assert len(machine.module.captured) == 4, "scratch memory and arrays of each captured call"
 
 
 @named("change", [{"m": 40}, {"n": 72}, {"capacity": 30}, {"dtype": FLOAT32}, {"alignment": 2}, {"activation": "gelu"},

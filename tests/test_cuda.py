@@ -5,13 +5,12 @@ import pytest
 
 import hqarray as hq
 from hqarray import testing
-from hqarray.formats import BFLOAT16
-from hqarray.rawkernels.catalogue import BUILT
+from hqarray.formats import BFLOAT16, FORMATS
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
-NAMES = list(BUILT)
+NAMES = list(FORMATS)
 RULES = ["mxfp8(rule=floor)", "mxfp8(rule=even)", "mxfp4(rule=floor)", "mxfp4(rule=even)", "mxfp6_e2m3(rule=even)",
          "fp8_e4m3(pow2=true)", "fp8_e5m2(epsilon=0.5)", "fp8_block_1x128(element=e5m2)",
          "fp8_block_128x128(epsilon=1e-4)"]
@@ -117,7 +116,7 @@ def test_requantize_writes_every_byte_of_the_same_buffers(cupy, name):
         testing.assert_bitwise_equal(array, hq.quantize(expected, rowwise=name, columnwise=name))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if BUILT[name].measures_amax])
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].measures_amax])
 def test_a_given_amax_is_used(cupy, name):
     x = testing.matrix("gauss", (145, 280), BFLOAT16)
     for amax in (0.5, 100.0, 0.0, float("inf"), 1e-40):
@@ -137,7 +136,7 @@ def test_amax_equals_the_reference(cupy):
 
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if BUILT[name].transposable])
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].transposable])
 def test_moved_codes_equal_quantized_columns(cupy, name):
     for shape in ((145, 280), (256, 128), (1, 33), (300, 17), (0, 5), (5, 0)):
         x = testing.matrix("wide", shape, BFLOAT16)

@@ -7,10 +7,9 @@ import pytest
 from test_cublaslt_grouped import FLOAT32, OUT_AT, array, machine, part_at  # noqa: F401  machine is a fixture
 
 from hqarray import gemm, grouped_gemm, grouped_inputs
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.grouped import GroupedArray
 from hqarray.groups import Sizes
-from hqarray.rawkernels.catalogue import BUILT
 
 named = pytest.mark.parametrize
 CHOICES = (None, None, False, None)
@@ -20,7 +19,7 @@ K, N = 96, 64
 @pytest.fixture
 def warm(machine, monkeypatch):  # noqa: F811
     """The module, empty, on a GPU that is not there."""
-    from hqarray import cuda, cuda_grouped, cuda_grouped_warm
+    from hqarray import cuda_grouped, cuda_grouped_warm, cuda_launch
 
     for name in ("_products", "_quantized"):
         monkeypatch.setattr(cuda_grouped_warm, name, {})
@@ -38,7 +37,7 @@ def warm(machine, monkeypatch):  # noqa: F811
         "alloc": lambda nbytes: SimpleNamespace(ptr=1 << 40, device_id=0), "streamIsCapturing": lambda stream: False,
         "memsetAsync": lambda *values: machine.memsets.append(values),
     }.items():
-        monkeypatch.setattr(cuda, name, value)
+        monkeypatch.setattr(cuda_launch, name, value)
     return cuda_grouped_warm
 
 
@@ -161,7 +160,7 @@ def quantize(warm, values, out=None, sizes=None, offsets=None, names=("nvfp4", "
     """The checked call, which is kept."""
     from hqarray import cuda_grouped
 
-    formats = [BUILT[name] for name in names]
+    formats = [FORMATS[name] for name in names]
     given = sizes if offsets is None else offsets
     kind = "ends" if sizes is None else given.dtype.name
     rows = Sizes(given.shape[0], None, None, given, kind, values.shape[0], alignment)

@@ -8,8 +8,7 @@ import pytest
 import hqarray as hq
 from hqarray import testing
 from hqarray.dlpack import Typed, codes_of, from_dlpack, scales_of
-from hqarray.formats import BFLOAT16
-from hqarray.rawkernels.catalogue import BUILT
+from hqarray.formats import BFLOAT16, FORMATS
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +59,7 @@ def test_bfloat16_goes_to_torch_and_comes_back(cupy, torch):
     assert again.dtype == torch.bfloat16 and again.data_ptr() == tensor.data_ptr()
 
 
-@named("format", BUILT)
+@named("format", FORMATS)
 def test_parts_are_given_to_torch_with_their_types(cupy, torch, format):
     part = hq.quantize(cupy.asarray(testing.matrix("gauss", (20, 48))), rowwise=format).rowwise
     for typed, array in ((codes_of(part), part.codes), (scales_of(part), part.scales)):

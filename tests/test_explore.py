@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import ml_dtypes
@@ -178,6 +179,28 @@ def test_to_dict_is_plain() -> None:
     values = hq.compare(RAGGED[:8, :32], ["mxfp8", hq.NVFP4()]).to_dict()
     assert json.loads(json.dumps(values)) == values
     assert values["shape"] == [8, 32] and list(values["formats"]) == ["mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("by", ["sqnr_db", "relative_error", "max_error", "zeroed", "bytes_per_element", "format"])
+def test_sorted_puts_the_best_first_and_reverse_the_worst(by: str) -> None:
+    comparison = hq.compare(SPREAD)
+    values = [getattr(error, by) for error in comparison.sorted(by)]
+    assert values == (sorted(values, reverse=True) if by == "sqnr_db" else sorted(values))
+    assert [getattr(error, by) for error in comparison.sorted(by, reverse=True)] == values[::-1]
+    assert set(comparison.sorted(by)) == set(comparison) and comparison.sorted(by).shape == comparison.shape
+
+
+def test_sorted_keeps_the_order_of_equals_and_puts_nan_last() -> None:
+    rows = [hq.compare(np.full((1, 32), value, np.float32), "mxfp4")[0] for value in (np.nan, 1, 0.9)]
+    named = [replace(row, format=name) for row, name in zip([*rows, rows[1]], "abcd", strict=True)]
+    comparison = explore.Comparison((1, 32), "float32", tuple(named))
+    assert [error.format for error in comparison.sorted("sqnr_db")] == ["b", "d", "c", "a"]
+    assert [error.format for error in comparison.sorted("sqnr_db", reverse=True)] == ["c", "b", "d", "a"]
+
+
+def test_sorted_by_what_is_no_field_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"sorted\(by='sqnr'\): not one of format, sqnr_db, "):
+        hq.compare(RAGGED[:2], "mxfp8").sorted("sqnr")
 
 
 @pytest.mark.parametrize("width", [80, 120])

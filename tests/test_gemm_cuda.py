@@ -10,15 +10,14 @@ import hqarray as hq
 from hqarray import testing
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.layout import Tiled128x4
 from hqarray.rawkernels import traits
-from hqarray.rawkernels.catalogue import BUILT
 
 pytestmark = pytest.mark.gpu
 
 named = pytest.mark.parametrize
-NAMES = list(BUILT)
+NAMES = list(FORMATS)
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 RAGGED = ((5, 33, 7), (1, 1, 1), (17, 127, 31), (3, 129, 2), (66, 300, 37))
@@ -143,13 +142,13 @@ def test_decoded_operands_are_exact(cupy, name):
     unit = cupy.eye(90, dtype=np.float32).astype(BFLOAT16)
     for kind in ("wide", "ties", "tiny", "huge", "subnormals"):
         a = hq.quantize(cupy.asarray(testing.matrix(kind, (37, 90))), rowwise=name)
-        engine = "bf16" if BUILT[name].storage.bf16_terms == 1 else "bf16x3"
+        engine = "bf16" if FORMATS[name].storage.bf16_terms == 1 else "bf16x3"
         y = hq.matmul(a, unit, engine=engine, out_dtype=np.float32)
         expected = exactly(a.dequantize(dtype=np.float32))
         if not np.isfinite(expected).all():  # fp16
             continue
         error = np.abs(exactly(y) - expected)
-        has_alpha = traits.left_to_alpha(BUILT[name].storage)[1]
+        has_alpha = traits.left_to_alpha(FORMATS[name].storage)[1]
         slack = 2.0**-23 if has_alpha or engine == "bf16x3" else 0  # alpha's rounding; the tensor core's last bit
         limit = slack * np.abs(expected) + 2.0**-126  # tensor cores need not keep subnormals
         assert (error <= limit).all(), f"{kind}: {float(error.max())}"

@@ -5,9 +5,8 @@ import pytest
 
 import hqarray as hq
 from hqarray import testing
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.grouped_parts import GroupedPart
-from hqarray.rawkernels.catalogue import BUILT
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +54,7 @@ def values(rows, k, dtype=BFLOAT16, kind="wide"):
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", FORMATS)
 def test_each_format_gives_the_bytes_of_the_reference(cupy, name, sizes):
     for other, kind in ((name, "wide"), ("mxfp8", "nans"), ("nvfp4", "infinities")):
         x = values(sum(sizes) + 37, 136, kind=kind)
@@ -94,7 +93,7 @@ def test_any_width_and_dtype_gives_the_bytes_of_the_reference(cupy, dtype, k):
         assert_same(wide, hq.grouped_quantize(x, sizes, rowwise=row, columnwise=column))
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", FORMATS)
 def test_alignment_and_uniform_shapes_give_the_bytes_of_the_reference(cupy, name):
     x = values(512, 96)
     sizes = [100, 0, 128, 3]
@@ -112,7 +111,7 @@ def test_alignment_and_uniform_shapes_give_the_bytes_of_the_reference(cupy, name
                     hq.GroupedArray.from_stacked(stacked, rowwise=name, columnwise=name))
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("k", [96, 33])
 def test_decoding_gives_the_values_of_the_reference(cupy, name, k):
     sizes = SIZES["ragged"]

@@ -10,10 +10,9 @@ from test_grouped_cuda import device_sizes
 
 import hqarray as hq
 from hqarray import cublaslt, cublaslt_grouped, testing
-from hqarray.formats import BFLOAT16
+from hqarray.formats import BFLOAT16, FORMATS
 from hqarray.groups import SIZE_KINDS
 from hqarray.layout import round_up
-from hqarray.rawkernels.catalogue import BUILT
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +118,7 @@ def others(sizes, alignment, total):
 @named("stored", [*SIZES.values(), [-5, 40, 10**6, 7], [1 << 30] * 3, [300, 1, -7, 0, 2]],
        ids=[*SIZES, "negative", "too many", "mixed"])
 def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignment):
-    from hqarray import cuda, cuda_grouped_gemm
+    from hqarray import cuda_grouped_gemm, cuda_launch
     from hqarray.rawkernels import geometry, traits
 
     count, capacity = len(stored), int(rows_of([max(0, n) for n in stored], alignment)[-1])
@@ -135,8 +134,8 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
         rest = cupy.full((groups[4] + 2, 8), -1, np.int16)
         constants = (ragged, 33, 40, 136, 8, 3, 48)
         launch, grid = traits.group_gemm_launch(), geometry.setup_grid(True)
-        kernel = cuda.kernel_of(launch, grid, cupy.cuda.Device().id)
-        kernel.launch(cuda.stream_of(cupy.cuda.Device().id), cuda_grouped_gemm._SET_UP, *groups,
+        kernel = cuda_launch.kernel_of(launch, grid, cupy.cuda.Device().id)
+        kernel.launch(cuda_launch.stream_of(cupy.cuda.Device().id), cuda_grouped_gemm._SET_UP, *groups,
                       *(n for target in targets for n in target), *constants, arrays.data.ptr, rest.data.ptr, 16)
         pointers, dimensions = arrays_of(groups, targets, *constants, device.get())
         layout, entries = cublaslt_grouped.Arrays(count), round_up(count, 4)
@@ -156,14 +155,14 @@ def test_the_set_up_kernel_writes_what_its_words_say(cupy, stored, kind, alignme
 
 
 @named("sizes", [SIZES["ragged"], SIZES["one row each"], [300, 0, 513], SIZES["1024 groups"]], ids=str)
-@named("name", BUILT)
+@named("name", FORMATS)
 def test_members_are_decoded_exactly(cupy, name, sizes):
     """The terms of an element add up to its value but for the scale of the whole member, whose power of two is in."""
-    from hqarray import cuda, cuda_grouped_sides
+    from hqarray import cuda_grouped_sides, cuda_launch
     from hqarray.cuda_calls import Scratch
     from hqarray.cuda_grouped import groups_of
 
-    storage = BUILT[name].storage
+    storage = FORMATS[name].storage
     terms = storage.bf16_terms
     g = activations(cupy, sizes, 136, name, name, extra=3, values="wide")
     device = cupy.cuda.Device().id
@@ -172,7 +171,7 @@ def test_members_are_decoded_exactly(cupy, name, sizes):
         side = cuda_grouped_sides._decoded_side(part, 0, part.sizes, terms, terms > 1, scratch, device)
         memory = cupy.full(scratch.nbytes, 0xFF, np.uint8)
         groups = groups_of(part.sizes)
-        side.decode.launch(part.memory.ptr, memory.data.ptr, groups, cuda.stream_of(device))
+        side.decode.launch(part.memory.ptr, memory.data.ptr, groups, cuda_launch.stream_of(device))
         values = memory.view(BFLOAT16).get()
         members = g.to_host().part(direction).members()
         at = 0

@@ -9,7 +9,6 @@ import pytest
 import hqarray as hq
 from hqarray import testing
 from hqarray.layout import Tiled128x4
-from hqarray.rawkernels import traits
 
 torch = pytest.importorskip("torch")
 
@@ -28,9 +27,6 @@ def numpy_or_cupy(device):
 
 
 def quantized(device, shape=(40, 72), name="gauss", dtype=np.float32, seed=0, **formats):
-    lacking = [traits.not_built(hq.as_format(format)) for format in formats.values() if hasattr(format, "strip")]
-    if device == "cuda" and any(lacking):
-        pytest.skip("no CUDA kernels yet: " + ", ".join(filter(None, lacking)))
     return hq.quantize(numpy_or_cupy(device).asarray(testing.matrix(name, shape, dtype, seed=seed)), **formats)
 
 

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from moved import on_gpu
 
 import hqarray as hq
 from hqarray import testing
@@ -30,6 +31,14 @@ def operands(formats, m=40, n=48, k=272, device="cpu"):
     return hq.quantize(x, rowwise=formats[0]), hq.quantize(w, rowwise=formats[1]).T
 
 
+def quantized_on(device, shape, name, seed=0):
+    """A rowwise part on the device, quantized by the reference."""
+    array = hq.quantize(testing.matrix("gauss", shape, seed=seed), rowwise=name)
+    if device == "cpu":
+        return array
+    return hq.HybridArray(on_gpu(pytest.importorskip("cupy"), array.rowwise), dtype=array.dtype)
+
+
 def host(array):
     if isinstance(array, torch.Tensor):
         return as_array(array.detach().cpu())
@@ -47,6 +56,7 @@ def assert_product(actual, a, b, unit):
 # --- torch's own GEMM ---------------------------------------------------------------------------
 
 PER_TENSOR = [("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "fp8_e5m2"), ("fp8_e5m2", "fp8_e4m3")]
+PER_ROW = [("fp8_row_e4m3", "fp8_row_e4m3"), ("fp8_row_e4m3(pow2=true)", "fp8_row_e4m3")]
 
 
 @pytest.mark.parametrize("k", [16, 72, 272])
@@ -60,6 +70,22 @@ def test_torch_multiplies_matrices_of_one_scale(function, formats, k, device):
     else:
         y = torch._scaled_mm(**given, out_dtype=torch.float32)
     assert_product(y, a, b, 2.0**-12 if device == "cuda" else 0.0)  # FP8 tensor cores sum in fewer bits
+
+
+@pytest.mark.parametrize("sizes", [(40, 48, 72), (37, 16, 272), (1, 144, 17)], ids=str)
+@pytest.mark.parametrize("formats", PER_ROW, ids="-".join)
+@pytest.mark.parametrize("function", ["scaled_mm", "_scaled_mm"])
+def test_torch_multiplies_matrices_of_a_scale_for_each_row(function, formats, sizes, device):
+    m, n, k = sizes
+    a, b = (quantized_on(device, (outer, k), name, seed) for seed, (outer, name) in enumerate(zip((m, n), formats,
+                                                                                                strict=True)))
+    b = b.T
+    given = hqt.scaled_mm_arguments(a, b, function=function)
+    if function == "scaled_mm":
+        y = F.scaled_mm(**given, output_dtype=torch.bfloat16)
+    else:
+        y = torch._scaled_mm(**given, out_dtype=torch.bfloat16)
+    assert_product(y.float(), a, b, 2.0**-8)
 
 
 @pytest.mark.gpu
@@ -108,6 +134,9 @@ def decoded(mat, scales, recipe, swizzle):
     if recipe[0] is types.TensorWise:
         assert scale.numel() == 1 and scale.dtype == torch.float32
         return values * float(scale)
+    if recipe[0] is types.RowWise:
+        assert tuple(scale.shape) == (outer, 1) and scale.is_contiguous() and scale.stride(1) == 1
+        return values * host(scale)
     if recipe[0] is types.BlockWise1x128:
         assert tuple(scale.shape) == (outer, -(-k // 128)) and scale.stride() in ((1, outer), (1, 1))
         return values * np.repeat(host(scale), 128, 1)[:, :k]
@@ -125,7 +154,7 @@ def decoded(mat, scales, recipe, swizzle):
     return values * np.repeat(stored, block, 1)[:, :k] * (float(whole[0]) if whole else 1.0)
 
 
-PAIRS = [*PER_TENSOR, ("fp8_block_1x128", "fp8_block_128x128"), ("fp8_block_1x128", "fp8_block_1x128"),
+PAIRS = [*PER_TENSOR, *PER_ROW, ("fp8_block_1x128", "fp8_block_128x128"), ("fp8_block_1x128", "fp8_block_1x128"),
          ("fp8_block_128x128", "fp8_block_1x128_pow2"), ("mxfp8", "mxfp8_e5m2"), ("mxfp8", "mxfp8"),
          ("mxfp8_e5m2", "mxfp8"), ("nvfp4", "nvfp4_16x16"), ("nvfp4", "nvfp4")]
 
@@ -133,11 +162,15 @@ PAIRS = [*PER_TENSOR, ("fp8_block_1x128", "fp8_block_128x128"), ("fp8_block_1x12
 @pytest.mark.parametrize("sizes", [(40, 48, 272), (132, 400, 1000), (4, 16, 17), (260, 144, 640)], ids=str)
 @pytest.mark.parametrize("formats", PAIRS, ids="-".join)
 def test_arguments_decode_to_the_operands_and_share_their_memory(formats, sizes, device):
-    a, b = operands(formats, *sizes, device=device)
+    m, n, k = sizes
+    a, b = quantized_on(device, (m, k), formats[0]), quantized_on(device, (n, k), formats[1], 1).T
     given = hqt.scaled_mm_arguments(a, b)
     mats = {"a": given.pop("mat_a"), "b": given.pop("mat_b").t()}
     for side, part in (("a", a.rowwise), ("b", b.columnwise)):
         scales, recipe, swizzle = (given.pop(f"{name}_{side}") for name in ("scale", "scale_recipe", "swizzle"))
+        if recipe[0] is F.ScalingType.RowWise and side == "b":
+            assert tuple(scales[0].shape) == (1, part.shape[0])
+            scales = [scales[0].t()]
         values = decoded(mats[side], scales, recipe, swizzle)
         wanted = host(hq.HybridArray(part).dequantize(dtype=np.float32)).astype(np.float64)
         np.testing.assert_allclose(values[:, : part.shape[1]], wanted, rtol=2.0**-23, atol=0)
@@ -169,6 +202,9 @@ NOT_TAKEN = {
     "e5m2_twice": (("fp8_e5m2", "fp8_e5m2"), {}, "there is no E5M2 x E5M2"),
     "squares": (("fp8_block_128x128", "fp8_block_128x128"), {}, "there is no 128x128 by 128x128"),
     "mixed": (("mxfp8", "fp8_e4m3"), {}, "operands are scaled differently"),
+    "row_and_tensor": (("fp8_row_e4m3", "fp8_e4m3"), {}, "operands are scaled differently"),
+    "row_and_block": (("fp8_block_1x128", "fp8_row_e4m3"), {}, "operands are scaled differently"),
+    "row_globals": (("nvfp4_row", "nvfp4_row"), {}, "it takes one global scale, not one for each row"),
     "block_and_tensor": (("fp8_block_1x128", "fp8_e4m3"), {}, "operands are scaled differently"),
     "fp6": (("mxfp6_e2m3", "mxfp8"), {}, "takes no such operand"),
     "mxfp4": (("mxfp4", "mxfp4"), {}, "takes no such operand"),

@@ -12,7 +12,6 @@ from hqarray.interop import torch as hqt  # noqa: E402
 from hqarray.interop import torch_linear  # noqa: E402
 from hqarray.interop.torch_arrays import as_array  # noqa: E402
 from hqarray.interop.torch_linear import _sums  # noqa: E402
-from hqarray.rawkernels import traits  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -62,8 +61,6 @@ SIZES = {"ragged": [3, 0, 40, 7], "all_empty": [0, 0, 0, 0], "one": [0, 50, 0, 0
 @pytest.mark.parametrize("recipe", [name for name, recipe in hq.RECIPES.items() if recipe.delayed is None])
 def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device, monkeypatch):
     """All draw by one seed: a member of a group draws as if alone."""
-    if device == "cuda" and any(traits.not_built(format) for format in hq.as_recipe(recipe).formats):
-        pytest.skip("no CUDA kernels: test_linear.py has it refused by name")
     draw = torch_linear._seed
     monkeypatch.setattr(torch_linear, "_seed", lambda *given: torch.manual_seed(4) and draw(*given))
     sizes = SIZES[case]

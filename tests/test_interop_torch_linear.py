@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from hqarray.interop import torch as hqt  # noqa: E402
 from hqarray.interop import torch_linear  # noqa: E402
 from hqarray.interop.torch_arrays import as_array  # noqa: E402
-from hqarray.rawkernels import traits  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,11 +37,6 @@ def host(array):
     return array.get() if hasattr(array, "get") else array
 
 
-def skip_what_is_not_built(device, recipe):
-    if device == "cuda" and any(traits.not_built(format) for format in hq.as_recipe(recipe).formats):
-        pytest.skip("no CUDA kernels: test_linear.py has it refused by name")
-
-
 def drawn(device, seed=11):
     """What a layer draws next from torch's generator after manual_seed."""
     torch.manual_seed(seed)
@@ -56,7 +50,6 @@ def drawn(device, seed=11):
 @pytest.mark.parametrize("lead", [(24,), (2, 3, 5), (), (0,), (1,)], ids=str)
 @pytest.mark.parametrize("recipe", [*hq.RECIPES, "mxfp4", "mxfp6_e2m3", "fp32"])
 def test_results_are_those_of_linear_forward_and_backward(recipe, lead, dtype, device):
-    skip_what_is_not_built(device, recipe)
     x, w, dy = tensors(device, (*lead, 72), (40, 72), (*lead, 40), dtype=dtype)
     amax = torch.tensor([5.0, 3.0, 7.0], device=device) if hq.as_recipe(recipe).delayed else None
     torch.manual_seed(11)
@@ -230,7 +223,6 @@ def test_gradients_are_finite_differences_of_the_fake_quantized_function(recipe,
 
 
 def test_seeds_come_from_torchs_generator_and_each_call_draws_another(device):
-    skip_what_is_not_built(device, "nvfp4")
     x, w, dy = tensors(device, (16, 64), (32, 64), (16, 32))
 
     def gradients(seed):
@@ -246,7 +238,6 @@ def test_seeds_come_from_torchs_generator_and_each_call_draws_another(device):
 
 
 def test_checkpointing_repeats_the_draws(device):
-    skip_what_is_not_built(device, "nvfp4")
     x, w, dy = tensors(device, (16, 64), (32, 64), (16, 32))
     recipe = hq.Recipe(("nvfp4(rounding=stochastic)", "nvfp4"), "nvfp4", "nvfp4(rounding=stochastic)")
     torch.manual_seed(3)
@@ -457,7 +448,6 @@ def test_a_module_says_its_formats_where_its_recipe_has_no_name():
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_block", "mxfp8", "mxfp8_forward_nvfp4_backward", "nvfp4"])
 def test_a_small_network_learns(recipe, device):
-    skip_what_is_not_built(device, recipe)
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         hqt.Linear(32, 64, recipe=recipe), torch.nn.Tanh(), hqt.Linear(64, 16, recipe=recipe)

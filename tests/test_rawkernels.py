@@ -10,13 +10,12 @@ import pytest
 
 import hqarray as hq
 from hqarray import formats, testing
-from hqarray.formats import BFLOAT16, ELEMENTS, MX, Element, FP8Block, as_format
+from hqarray.formats import BFLOAT16, ELEMENTS, FORMATS, MX, ROW, Element, FP8Block, as_format
 from hqarray.rawkernels import catalogue, geometry, loader, traits
-from hqarray.rawkernels.catalogue import BUILT
 
 KERNELS = sorted(loader.SOURCES.glob("*.cu"))
-NAMES = list(BUILT)
-ROWS = list(BUILT.values())
+NAMES = list(FORMATS)
+ROWS = list(FORMATS.values())
 PAIRS = [pair for pair in itertools.product([None, *ROWS], repeat=2) if pair != (None, None)]
 MOST_SHARED = 99 << 10
 """Bytes a block may have on sm_86, sm_89 and sm_120, the least of all; an H200 gives 227 KiB."""
@@ -83,13 +82,13 @@ def test_tile_holds_whole_blocks_of_both_formats(row, column):
         if format is not None and format.amax_block is not None:
             block = format.amax_block
             assert lines % block[0] == 0
-            assert length % block[1] == 0
+            assert block[1] == ROW or length % block[1] == 0
 
 
 def test_blocks_of_128_and_wide_columns_take_the_square_tile_copied_rows_the_wide_others_the_tall_one():
     for row, column in PAIRS:
         blocks = [format.amax_block for format in (row, column) if format is not None]
-        square = any(block is not None and block[1] == 128 for block in blocks)
+        square = any(block is not None and block[1] in (128, ROW) for block in blocks)
         square |= column is not None and column.storage.element.bits > 8
         copied = column is None and row is not None and row.storage.element.bits > 8
         tile = geometry.WIDE if copied else geometry.SQUARE if square else geometry.TALL
@@ -111,8 +110,8 @@ def test_a_grid_of_groups_has_a_tile_for_each_end_and_one_behind():
 def test_shared_memory_fits_every_chip_and_leaves_room_for_l1():
     launches = [traits.quantize_launch(*pair, dtype, True) for pair in PAIRS for dtype in catalogue.DTYPES]
     launches += [traits.dequantize_launch(row.storage, dtype, turned, True)
-                 for row in ROWS for dtype in catalogue.DTYPES for turned in (False, True)]
-    launches += [traits.transpose_launch(row.storage) for row in ROWS if row.transposable]
+                 for row in catalogue.STORED.values() for dtype in catalogue.DTYPES for turned in (False, True)]
+    launches += [traits.transpose_launch(row.storage) for row in catalogue.STORED.values() if row.transposable]
     for launch in launches:
         blocks = int(re.search(r"#define MIN_BLOCKS .*?(\d)\)?\n", launch.source.text)[1])
         assert launch.shared_bytes <= MOST_SHARED
@@ -133,9 +132,9 @@ def test_staged_columns_take_a_tile_of_codes(bits, transposed, expected):
                                              ("mxfp4", "fp32")])
 def test_shared_memory_is_what_the_kernel_takes(row, column):
     """The kernel refuses less than its struct; the number given is at most one table larger."""
-    pair = (None if name is None else BUILT[name] for name in (row, column))
+    pair = (None if name is None else FORMATS[name] for name in (row, column))
     launch = traits.quantize_launch(*pair, "float32", True)
-    table = 128 * 4 + 16
+    table = 128 * 4 + 32
     given = f"SHARED_BYTES = {launch.shared_bytes};"
     assert given in launch.source.text
     loader.compile_cubin(launch.source, "sm_90a")
@@ -159,6 +158,7 @@ def test_shared_memory_is_what_the_kernel_takes(row, column):
      ["hq::Element<5, 2, 15, hq::IEEE>", "scale = FLOAT32", "scaling = RECIPROCAL", "block_rows = 128",
       "block_columns = 128", "pow2 = true", "epsilon = float(0.25)", "one_scale = false", "hardware_fp8 = true"]),
     ("fp8_e4m3", ["hq::Element<4, 3, 7, hq::NAN_ONLY>", "one_scale = true", "block_columns = 0", "pow2 = false"]),
+    ("fp8_e5m2", ["global_per_row = false", "rht = false", "scale_rows = 1"]),
     ("bf16", ["bits = 16", "typedef BFloat16 Wide", "scaling = NO_SCALING", "scale = NO_SCALE"]),
 ])
 def test_row_renders_to_what_it_says(name, facts):
@@ -167,9 +167,40 @@ def test_row_renders_to_what_it_says(name, facts):
         assert f"{fact};".replace(",", ";") in text or f"{fact} ".replace(",", ";") in text, fact
 
 
+@pytest.mark.parametrize(("name", "facts"), [
+    ("fp8_row_e4m3", [f"i64 scale_columns = {formats.ROW}", "scale_rows = 1", "one_scale = false",
+                      "scale = FLOAT32", "global_per_row = false"]),
+    ("nvfp4_row", ["global_scale = true, global_per_row = true", "scale_columns = 16", "rht = false"]),
+    ("nvfp4(rht=true)", ["rht = true", "global_per_row = false", "signs = 0xd7e8"]),
+])
+def test_storage_renders_to_what_it_says(name, facts):
+    text = traits.storage_traits("Part", as_format(name).storage)
+    for fact in facts:
+        assert f"{fact};" in text or f"{fact}, " in text, fact
+
+
+def test_spans_of_whole_rows_are_told_in_31_bits():
+    """A kernel counts sizes in 32 bits, and a span that divides by them must not be zero there."""
+    for name, axis in itertools.product(catalogue.STORED, catalogue.AXES):
+        storage = as_format(name).storage
+        launches = [traits.dequantize_launch(storage, "bfloat16", axis == "k", True, True),
+                    traits.decode_launch(storage, "bfloat16", storage.bf16_terms, storage.bf16_terms > 1, axis)]
+        for launch in launches:
+            spans = re.findall(r"#define (\w+) hq::Span<(\d+), (\d+)>", launch.source.text)
+            assert {name for name, _, _ in spans} == {"Codes", "Scales", "GlobalScales"}
+            for _, divide, multiple in spans:
+                assert 0 < int(divide) < 1 << 31 and 0 < int(multiple) <= 128
+                assert (1 << 31) - (1 << 20) + int(divide) - 1 < 1 << 32, "a size that a kernel rounds up overflows"
+
+
+def test_every_stored_format_is_decoded():
+    for row in catalogue.STORED.values():
+        assert traits.dequantize_launch(row.storage, "bfloat16", False, True).source.file == "dequantize.cu"
+
+
 def test_left_out_direction_is_not_present():
     assert "present = false" in traits.format_traits("Column", None)
-    assert "present = true" in traits.format_traits("Row", BUILT["mxfp8"])
+    assert "present = true" in traits.format_traits("Row", FORMATS["mxfp8"])
 
 
 def test_two_names_of_one_row_share_their_kernels():
@@ -183,7 +214,8 @@ def test_every_row_is_in_the_catalogue_in_each_direction():
     names = {kernel.name for kernel in catalogue.specialisations()}
     everything = {kernel.name for kernel in catalogue.specialisations(pairs=True)}
     for name, dtype in itertools.product(NAMES, catalogue.DTYPES):
-        assert {f"quantize {name} / {name} {dtype}", f"quantize {name} / {name} {dtype} unaligned"} <= names
+        assert f"quantize {name} / {name} {dtype}" in names
+        assert (f"quantize {name} / {name} {dtype} unaligned" in names) == (dtype != "float16")
         for pair in (f"{name} / -", f"- / {name}"):
             assert {f"quantize {pair} {dtype}", f"quantize {pair} {dtype} unaligned"} <= everything
             assert f"quantize {pair} bfloat16" in names
@@ -204,7 +236,7 @@ def test_an_added_element_needs_no_cuda_file(e3m4):
     mx, block = MX("e3m4"), FP8Block("e3m4")
     launches = [
         traits.quantize_launch(mx, mx, "bfloat16", True), traits.quantize_launch(mx, block, "float32", True),
-        traits.quantize_launch(BUILT["mxfp4"], mx, "bfloat16", False),
+        traits.quantize_launch(FORMATS["mxfp4"], mx, "bfloat16", False),
         *(traits.dequantize_launch(mx.storage, "bfloat16", turned, True) for turned in (False, True)),
     ]
     for launch in launches:
@@ -216,7 +248,7 @@ def test_an_added_element_needs_no_cuda_file(e3m4):
                                      Element("e6m1", 6, 1, 31, "ieee"), Element("e4m3_low", 4, 3, 30, "nan")],
                          ids=lambda element: element.name)
 def test_element_that_the_kernels_would_get_wrong_is_refused(element):
-    storage = replace(BUILT["mxfp8"].storage, element=element)
+    storage = replace(FORMATS["mxfp8"].storage, element=element)
     with pytest.raises(NotImplementedError, match=f"{element.name} has no CUDA kernels"):
         traits.dequantize_launch(storage, "bfloat16", False, True)
 
@@ -224,11 +256,11 @@ def test_element_that_the_kernels_would_get_wrong_is_refused(element):
 def test_hardware_conversions_serve_only_the_elements_they_know():
     for element in (Element("e4m3_ieee", 4, 3, 7, "ieee"), Element("e5m2_low", 5, 2, 16, "ieee"),
                     Element("e2m3_nan", 2, 3, 1, "nan"), Element("e3m4", 3, 4, 3, "nan")):
-        text = traits.storage_traits("Part", replace(BUILT["mxfp8"].storage, element=element))
+        text = traits.storage_traits("Part", replace(FORMATS["mxfp8"].storage, element=element))
         assert "hardware_fp8 = false" in text
         assert "hardware_fp6 = false" in text
     for name in ("e4m3", "e5m2"):
-        text = traits.storage_traits("Part", replace(BUILT["mxfp8"].storage, element=ELEMENTS[name]))
+        text = traits.storage_traits("Part", replace(FORMATS["mxfp8"].storage, element=ELEMENTS[name]))
         assert "hardware_fp8 = true" in text
 
 
@@ -254,10 +286,13 @@ def compiled():
 def test_main_kernels_are_of_every_format(compiled):
     names = {kernel.name for kernel in compiled}
     stored = {}
-    for name, row in BUILT.items():
+    for name in FORMATS:
+        assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16",
+                f"quantize {name} / {name} bfloat16"} <= names
+    for name, row in catalogue.STORED.items():
         first = stored.setdefault(row.storage, name)  # formats stored alike are decoded by one kernel
-        assert {f"quantize {name} / - bfloat16", f"quantize - / {name} bfloat16", f"quantize {name} / {name} bfloat16",
-                f"dequantize {first} rows bfloat16", f"dequantize {first} columns bfloat16"} <= names
+        assert {f"dequantize {first} rows bfloat16", f"dequantize {first} columns bfloat16",
+                f"dequantize groups {first} rows", f"dequantize groups {first} columns"} <= names
 
 
 @needs_compiler

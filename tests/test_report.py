@@ -1,10 +1,13 @@
 """The report: operands read from files, triples found, and numbers against a plain computation."""
 
+import base64
 import json
 import math
+import re
 import struct
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +17,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import hqarray as hq
+from hqarray import report as report_module
 from hqarray.linear import seed_of
 from hqarray.operands import FileError, Matrix, Operands, Triple, default_operands, read_operands
 from hqarray.recipes import PRODUCTS
@@ -446,10 +450,34 @@ def test_html_is_one_page_that_needs_nothing_else(report: Report) -> None:
     text = report.html()
     page = Page(text)
     assert page.tags.count("table") == 2
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert not [value for name, value in page.attributes if name in ("src", "href")]
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "url(" not in text and "@import" not in text
     assert "color-scheme: light dark" in text and "prefers-color-scheme: dark" in text
+
+
+def test_html_draws_each_table_that_it_shows(report: Report) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = [base64.b64decode(data).decode() for data in re.findall(r"svg\+xml;base64,([^\"]+)", report.html())]
+    assert len(pictures) == len(report.tables())
+    for picture, result in zip(pictures, (*report.layers, *report.matrices), strict=True):
+        assert picture == result.svg()
+    for result in report.layers[0].results:
+        assert f">{result.recipe.name}</text>" in pictures[0]
+    for error in report.matrices[0].comparison:
+        assert f">{error.format}" in pictures[-1]
+
+
+def test_in_jupyter_a_report_is_the_page_without_its_frame(report: Report) -> None:
+    part = report._repr_html_()
+    assert part in report.html() and "<html" not in part and part.count("<table") == len(report.tables())
+
+
+def test_html_without_matplotlib_says_how_to_get_pictures(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "find_spec", lambda name: None)
+    page = Page(report.html())
+    assert "img" not in page.tags and "pictures: pip install &quot;hqarray[explore]&quot;" in report.html()
 
 
 def test_html_escapes_names_from_files() -> None:
@@ -458,7 +486,7 @@ def test_html_escapes_names_from_files() -> None:
     text = study(Operands((), (matrix,), (f"skipped {hostile}",)), select(["mxfp8"])).html()
     page = Page(text)
     assert "script" not in page.tags
-    assert (page.tags.count("ul"), page.tags.count("li")) == (1, 4)
+    assert (page.tags.count("ul"), page.tags.count("li")) == (1, 4 if find_spec("matplotlib") else 5)
     assert "&lt;script&gt;" in text
 
 

@@ -98,14 +98,6 @@ def test_shards_that_draw_as_if_they_were_the_first_would_be_noticed():
     assert 0.05 < (whole != shard).mean() < 0.95
 
 
-@pytest.mark.gpu
-def test_a_shard_on_a_gpu_that_draws_elsewhere_is_refused():
-    cupy = pytest.importorskip("cupy")
-    with pytest.raises(NotImplementedError, match=r"only the shard at .0, 0. is built"):
-        quantize_shard(cupy.ones((16, 32), np.float32), Shard((16, 0), (32, 32)), amax=1.0, seed=1,
-                       rowwise="nvfp4(rounding=stochastic)")
-
-
 def test_a_shard_of_ones_own_amax_would_be_noticed():
     """The oracle: without the reduced amax bytes differ."""
     values = testing.matrix("wide", SHAPE, np.float32, seed=3)

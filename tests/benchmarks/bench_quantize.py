@@ -26,8 +26,7 @@ import cupy
 import numpy as np
 
 import hqarray as hq
-from hqarray.formats import BFLOAT16, as_format
-from hqarray.rawkernels.catalogue import BUILT
+from hqarray.formats import BFLOAT16, FORMATS, as_format
 
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 
@@ -145,7 +144,7 @@ def host_us(call: Callable[[], object], bursts: int = 40, count: int = 50) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", type=int, default=[8192, 16384])
-    parser.add_argument("--formats", nargs="+", default=[name for name in BUILT if name not in ("fp16", "fp32")])
+    parser.add_argument("--formats", nargs="+", default=[name for name in FORMATS if name not in ("fp16", "fp32")])
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--columns", nargs="+", default=None, help="formats of the columns in pairs; default --formats")
     parser.add_argument("--less", nargs=2, type=int, default=[0, 0], metavar=("M", "K"), help="shrink the matrix")
