@@ -20,7 +20,7 @@ import numpy as np
 from hqarray.inputs import place
 from hqarray.layout import Array, namespace
 
-FLOAT32 = np.dtype(np.float32)
+BYTES, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class CollectiveError(RuntimeError):
@@ -44,7 +44,8 @@ class Ranks(ABC):
 
     def all_reduce_max(self, array: Array) -> None:
         """Each element becomes the largest that any rank holds there; float32, in place."""
-        self._expect("all_reduce_max", array.dtype == FLOAT32, "float32", array)
+        if array.dtype != FLOAT32 or not _contiguous(array):
+            self._refuse("all_reduce_max", "float32", array)
         if self.size > 1 and array.size:
             self._run("all_reduce_max", self._all_reduce_max, array)
 
@@ -57,14 +58,16 @@ class Ranks(ABC):
         """
         shares = [len(array)] * self.size if sizes is None else [int(n) for n in sizes]
         fits = len(shares) == self.size and shares[self.rank] == len(array) and sum(shares) == len(out)
-        self._expect("all_gather", fits and _alike(array, out), f"rows {shares}, one number for each rank", array, out)
+        if not fits or not _alike(array, out):
+            self._refuse("all_gather", f"rows {shares}, one number for each rank", array, out)
         if out.size:
             self._run("all_gather", self._all_gather, _rows(array), _rows(out), shares)
 
     def reduce_scatter(self, array: Array, out: Array) -> None:
         """The sum over all ranks of what they hold for this one, float32: array (size, *out.shape)."""
         fits = array.dtype == out.dtype == FLOAT32 and array.shape == (self.size, *out.shape)
-        self._expect("reduce_scatter", fits and _contiguous(array, out), "float32 (size, ...) and (...)", array, out)
+        if not fits or not _contiguous(array, out):
+            self._refuse("reduce_scatter", "float32 (size, ...) and (...)", array, out)
         if out.size:
             self._run("reduce_scatter", self._reduce_scatter, array, out)
 
@@ -78,8 +81,8 @@ class Ranks(ABC):
         shares = [[len(x) // self.size] * self.size if given is None else [int(n) for n in given]
                   for x, given in ((array, sent), (out, received))]
         fits = all(len(n) == self.size and sum(n) == len(x) for n, x in zip(shares, (array, out), strict=True))
-        fits = fits and _alike(array, out) and shares[0][self.rank] == shares[1][self.rank]
-        self._expect("all_to_all", fits, f"rows {shares[0]} sent and {shares[1]} received", array, out)
+        if not fits or not _alike(array, out) or shares[0][self.rank] != shares[1][self.rank]:
+            self._refuse("all_to_all", f"rows {shares[0]} sent and {shares[1]} received", array, out)
         if array.nbytes or out.nbytes or sent is not None:
             self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
 
@@ -91,8 +94,9 @@ class Ranks(ABC):
         """
         given = [x for array, out in messages for x in (array, *out)]
         for array, out in messages:
-            fits = len(out) == self.size and all(_alike(array, x) for x in out) and out[self.rank].shape == array.shape
-            self._expect("start_spread", fits, f"arrays for {self.size} ranks", array, *out)
+            fits = len(out) == self.size and out[self.rank].shape == array.shape
+            if not fits or not all(_alike(array, x) for x in out):
+                self._refuse("start_spread", f"arrays for {self.size} ranks", array, *out)
         rows = [(_rows(array), [_rows(x) for x in out]) for array, out in messages]
         finish: Callable[[], None] = self._run("start_spread", partial(self._spread, rows), *given)
         return partial(self._run, "start_spread", lambda *_: finish(), *given)
@@ -116,9 +120,8 @@ class Ranks(ABC):
 
     # --- errors ---
 
-    def _expect(self, what: str, fits: bool, wanted: str, *arrays: Array) -> None:
-        if not fits:
-            raise ValueError(f"{what} on {self} takes C-contiguous {wanted}, not {_described(arrays)}")
+    def _refuse(self, what: str, wanted: str, *arrays: Array) -> NoReturn:
+        raise ValueError(f"{what} on {self} takes C-contiguous {wanted}, not {_described(arrays)}")
 
     def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
         try:
@@ -143,11 +146,14 @@ def _contiguous(*arrays: Array) -> bool:
 
 
 def _alike(array: Array, out: Array) -> bool:
-    return _contiguous(array, out) and array.dtype == out.dtype and array.shape[1:] == out.shape[1:]
+    is_whole: bool = array.flags.c_contiguous and out.flags.c_contiguous
+    return is_whole and bool(array.dtype == out.dtype) and bool(array.shape[1:] == out.shape[1:])
 
 
 def _rows(array: Array) -> Array:
     """(n, ...) as (n, bytes), so that an engine needs no type but bytes."""
+    if array.ndim == 2 and array.dtype == BYTES:  # as codes are; views take the time of a launch on a GPU
+        return array
     return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
 
 

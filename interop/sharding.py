@@ -372,9 +372,14 @@ class _Chunk(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _chunks(format: Format, sharding: Sharding, count: int) -> list[_Chunk]:
-    """Chunks that begin on whole blocks, of a part whose rows are cut."""
+    """Chunks that begin on whole blocks, of a part whose rows are cut.
+
+    Each is twice as long as the one before: quantizing is at least twice as fast as sending, so that the next chunk is
+    ready when the link is, and the link waits for the shortest alone.
+    """
     k, step = sharding.shape[1 - sharding.axis], shard_alignment(rowwise=format)[0]
-    cuts = [Sharding.even((size, 1), count, step=step).borders for size in sharding.sizes]
+    cuts = [[min(size, -(-size // step) * (2**i - 1) // (2**count - 1) * step) for i in range(count + 1)]
+            for size in sharding.sizes]
     found = []
     for chunk in range(count):
         own = [slice(*cut[chunk : chunk + 2]) for cut in cuts]

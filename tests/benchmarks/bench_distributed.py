@@ -71,7 +71,7 @@ def gathers(size: int, rounds: int, device: str) -> dict[str, float]:
     values, sharding = as_array(mine), Sharding.even((size, size), ranks.size, step=size // ranks.size)
     calls: dict[str, Call] = {"bf16": lambda: dist.all_gather_into_tensor(whole, mine)}
     for name in FORMATS:
-        for chunks in (1, 2, 4):
+        for chunks in (1, 2, 3):
             calls[f"{name}, {chunks} chunks"] = lambda name=name, chunks=chunks: quantize_all_gather(  # type: ignore[misc]
                 values, sharding, ranks, rowwise=name, chunks=chunks)
     return alternating(calls, rounds, device)
