@@ -240,8 +240,10 @@ class Record:
         """Codes, scales and global scales, each (n, count); inverse of pack."""
         module, arrays, at = namespace(records), [], 0
         for dtype, count in self.fields:
-            piece = module.ascontiguousarray(records[:, at : at + count * dtype.itemsize])
-            arrays.append(piece.reshape(-1).view(dtype).reshape(len(records), count))
+            piece = records[:, at : at + count * dtype.itemsize]
+            if dtype != np.uint8:  # bytes stay where they are, and are copied once, to their place
+                piece = module.ascontiguousarray(piece).reshape(-1).view(dtype).reshape(len(records), count)
+            arrays.append(piece)
             at += count * dtype.itemsize
         return arrays
 
