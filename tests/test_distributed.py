@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import rank_work
+from fake_nccl import in_threads
 from rank_pool import Failed, Pool
 from test_shards import OPTIONS
 
@@ -60,8 +61,24 @@ def sharding_of(formats, axis, count, shape=SHAPE):
 
 
 def test_collectives_do_what_one_process_would(pool):
-    n, sizes = pool.size, [i % 3 for i in range(pool.size)]
-    for r, found in enumerate(pool.run(rank_work.collectives)):
+    check_collectives(pool.run(rank_work.collectives))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_cupys_nccl_is_told_what_it_takes(size):
+    """Counts, types and addresses, by a stand-in for NCCL on the host."""
+    check_collectives(in_threads(size, rank_work.collectives))
+    formats = {"rowwise": "nvfp4"}
+    sharding = Sharding((64, 64), (0, *[10] * (size - 1), 64))
+    whole = hq.quantize(rank_work.matrix((64, 64)), **formats)
+    for found in (*in_threads(size, rank_work.quantized_and_gathered, (64, 64), sharding, formats, {}),
+                  *in_threads(size, rank_work.gathered_in_chunks, (64, 64), sharding, formats, {"chunks": 2})):
+        assert np.array_equal(found[0], whole.rowwise.buffers.base)
+
+
+def check_collectives(every):
+    n, sizes = len(every), [i % 3 for i in range(len(every))]
+    for r, found in enumerate(every):
         assert found["max"].tolist() == [n - 1, 0, np.inf]
         assert found["alike"][:, 0].tolist() == list(range(n))
         assert found["unlike"][:, 1].tolist() == np.repeat(range(n), sizes).tolist()
