@@ -15,6 +15,7 @@ from hqarray.interop.convert_index import convert_index, plan_index
 from hqarray.interop.safetensors import load, save
 from hqarray.processes import WorkerDied, in_processes
 from hqarray.tensorfile import FileError
+from hqarray.testing import assert_bitwise_equal
 
 RNG = np.random.default_rng(0)
 FILES = {
@@ -61,6 +62,10 @@ def test_files_of_an_index_become_what_each_becomes_alone(source, tmp_path, caps
     total = sum(t.end - t.begin for name in FILES for t in load(out / name).file.tensors.values())
     assert written.rest["metadata"] == {"total_size": total, "by": "me"}
     assert sorted(os.listdir(tmp_path)) == sorted([*FILES, "model", "out"])
+    loaded = load(out)
+    assert list(loaded) == ["a.weight", "a.norm", "b.weight", "ids"] and len(loaded) == 4
+    assert_bitwise_equal(loaded["b.weight"], load(out / "model-2-of-3.safetensors")["b.weight"])
+    assert "4 arrays in 3 files" in repr(loaded) and loaded["ids"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -144,6 +149,18 @@ def test_what_cannot_be_an_index_is_one_line(source, tmp_path, capsys):
     assert "--jobs 0: 1 or more" in fails(capsys, "convert", source, out, "--rowwise=mxfp8", "--jobs=0")
 
 
+def test_a_name_in_two_files_is_refused(tmp_path):
+    scales = np.ones((1, 1), np.float32)
+    codes = np.zeros((128, 128), np.uint8)
+    save(tmp_path / "x.safetensors", {"w": codes, "w_scale_inv": scales}, style="fp8")
+    blocks = {"w_blocks": codes.reshape(128, 8, 16), "w_scales": codes[:, :8]}
+    save(tmp_path / "y.safetensors", blocks, style="fp8")
+    where = {"w": "x", "w_scale_inv": "x", "w_blocks": "y", "w_scales": "y"}
+    index = write_index(tmp_path, {tensor: f"{name}.safetensors" for tensor, name in where.items()})
+    with pytest.raises(FileError, match=r"'w' is in x.safetensors and in y.safetensors"):
+        load(index)
+
+
 def test_a_folder_that_is_there_is_left_alone(source, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert "a new folder" in fails(capsys, "convert", source, tmp_path / "out", "--rowwise=mxfp8", "--force")
@@ -157,6 +174,7 @@ def test_a_weight_in_two_files_is_refused_by_name(tmp_path, capsys):
     save(tmp_path / "y.safetensors", {"w_scale_inv": np.ones((1, 1), np.float32)})
     index = write_index(tmp_path, {"w": "x.safetensors", "w_scale_inv": "y.safetensors"})
     error = fails(capsys, "convert", index, tmp_path / "out", "--rowwise=mxfp8")
+    assert set(load(index)) == {"w", "w_scale_inv"}
     assert "'w' is in x.safetensors and its scales 'w_scale_inv' in y.safetensors" in error
 
 
