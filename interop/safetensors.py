@@ -100,8 +100,8 @@ def load(path: str | os.PathLike[str], *, dtype: Any = np.float32) -> Checkpoint
 
     path     a file that save wrote, or a checkpoint: FP8 with `weight_scale` or 128x128 `weight_scale_inv`, MXFP8,
              MXFP4 as `*_blocks` and `*_scales` or `weight_packed`, NVFP4 with `weight_scale` and `weight_scale_2` or
-             `weight_packed` and `weight_global_scale`. Codes are not quantized anew, nor copied. Or the index of several
-             such files, or the folder that holds it.
+             `weight_packed` and `weight_global_scale`. Codes are not quantized anew, nor copied. Or the index of
+             several such files, or the folder that holds it.
     dtype    nominal dtype of HybridArrays in checkpoints, which do not say one
 
     Raises FileError (a ValueError) for a file that is no such file or whose header does not fit it; asking for a
