@@ -61,12 +61,15 @@ def linear_forward(
     return y, Saved(hx.drop(rowwise=True), hw.drop(rowwise=True), recipe, seed, amax)
 
 
-def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any = None) -> tuple[Array, Array]:
+def linear_backward(
+    dy: Any, saved: Saved, *, dw: Array | None = None, out_dtype: Any = None, seed: Any = None
+) -> tuple[Array, Array]:
     """The gradients of a linear layer.
 
     dy       (..., n), the gradient of y, or a HybridArray with both parts in the recipe's formats
     saved    what linear_forward returned
     dw       (n, k) array that the gradient of w is added to; None makes a new one
+    out_dtype  of dx; default what matmul gives
     seed     as in linear_forward; None takes the one that was given there
     returns  dx = dy @ w (..., k) and dw = dy.T @ x (n, k), sums over all leading axes
     """
@@ -75,7 +78,7 @@ def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any
     expected = (*saved.x.shape[:-1], saved.w.shape[0])
     if hdy.shape != expected:
         raise ValueError(f"dy must have the shape of y, {expected}, it has {hdy.shape}")
-    dx = ops.matmul(hdy, saved.w)
+    dx = ops.matmul(hdy, saved.w, out_dtype=out_dtype)
     flat_dy, flat_x = hdy.reshape(-1, hdy.shape[-1]), saved.x.reshape(-1, saved.x.shape[-1])
     return dx, ops.matmul(flat_dy.T, flat_x, out=dw, accumulate=dw is not None)
 

@@ -103,7 +103,7 @@ def quantize_shard(
     formats = {direction: as_format(format).resolve(ops._nominal(values.dtype))
                for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None}
     for direction, format in formats.items():
-        _expect_whole_blocks(format, direction, shard, ends)
+        expect_whole_blocks(format, direction, shard, ends)
     if amax is None and values.shape != shard.shape and any(format.measures_amax for format in formats.values()):
         names = ", ".join(format.name for format in formats.values() if format.measures_amax)
         column = formats.get("columnwise")
@@ -118,7 +118,8 @@ def quantize_shard(
     )
 
 
-def _expect_whole_blocks(format: Format, direction: Direction, shard: Shard, ends: tuple[int, ...]) -> None:
+def expect_whole_blocks(format: Format, direction: Direction, shard: Shard, ends: tuple[int, ...]) -> None:
+    """Raises ValueError where a shard that reaches to `ends` cuts a block of a part, and says what to do."""
     places = zip(("rows", "columns"), _step(format, direction), shard.first, ends, shard.shape, strict=True)
     for axis, step, first, end, whole in places:
         if first == end or (first % step == 0 and (end % step == 0 or end == whole)):
