@@ -22,8 +22,11 @@ from rich.progress import Progress
 
 from . import info
 from .drawing import picture_ending, save
+from .indexfile import Index, index_in
 from .interop import convert
+from .interop.convert_index import convert_index, plan_index
 from .operands import default_operands, read_operands
+from .processes import WorkerDied
 from .report import Report, count_steps, select, study
 from .tensorfile import FileError
 from .train import RECIPES_OF_THE_STUDY, SIZES, Study, named, not_built
@@ -79,11 +82,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Study formats and recipes on the 2-D float arrays of files; with no file, on two real layers. "
         "Arrays whose names end in x, w and dy are the operands of a layer y = x @ w.T.",
     )
-    report.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors")
+    report.add_argument("files", nargs="*", metavar="FILE",
+                        help=".npy, .npz, .safetensors, or the index (folder) of several")
     report.add_argument("--formats", metavar="NAME,...", help="what to study, e.g. 'fp8,mxfp8(rule=floor)'")
     report.add_argument("--json", metavar="FILE", help="write the numbers; - writes them to standard output, no table")
     report.add_argument("--html", metavar="FILE",
                         help="write the tables as one page, with plots if matplotlib is installed; - as for --json")
+    _add_jobs(report)
     report.set_defaults(run=_report)
 
     about = commands.add_parser("info", help="versions, GPU, libcublasLt, and the engine of each pair of formats")
@@ -96,8 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Quantize the 2-D weights of a safetensors file, one by one; all else is copied. Of weights that "
         "are quantized, parts that are stored as asked for are kept, others made from what is there, decoded.",
     )
-    change.add_argument("source", metavar="IN", help=".safetensors: float or quantized weights")
-    change.add_argument("written", metavar="OUT", help="appears when it is complete, and is never IN")
+    change.add_argument("source", metavar="IN",
+                        help=".safetensors, or the index (folder) of several: float or quantized weights")
+    change.add_argument("written", metavar="OUT", help="appears when it is complete, and is never IN; of several files "
+                        "a new folder")
     change.add_argument("--rowwise", metavar="FORMAT", help="of the part blocked along the last axis, e.g. mxfp8")
     change.add_argument("--columnwise", metavar="FORMAT", help="of the part blocked along the first axis")
     change.add_argument("--match", metavar="GLOB", action="append", default=[],
@@ -106,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="tensors of the file: hqarray's own, or those of a checkpoint (default: hqarray)")
     change.add_argument("--seed", type=int, default=0, help="of formats that round at random (default: 0)")
     change.add_argument("--force", action="store_true", help="replace OUT where there is one")
+    _add_jobs(change)
     change.set_defaults(run=_convert)
 
     train = commands.add_parser(
@@ -126,6 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+
+
+def _jobs(options: argparse.Namespace) -> int:
+    jobs: int = options.jobs
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: 1 or more processes")
+    return jobs
+
+
 def _version() -> str:
     from . import __version__
 
@@ -142,13 +161,18 @@ def _report(options: argparse.Namespace) -> int:
     _expect_two_places("--json", options.json, "--html", options.html)
     for target in (options.json, options.html):
         _check_writable(target)
+    jobs = _jobs(options)
     operands = read_operands(options.files) if options.files else default_operands()
     if not operands.triples and not operands.matrices:
         reasons = f" ({'; '.join(operands.notes[:3])}{' ...' if len(operands.notes) > 3 else ''})"
         raise UsageError(f"no 2-D float array in {', '.join(options.files)}{reasons if operands.notes else ''}")
 
     with ExitStack() as stack:
-        report = study(operands, selection, _Bar(stack, count_steps(operands, selection)))
+        bar = _Bar(stack, count_steps(operands, selection))
+        try:
+            report = study(operands, selection, bar, jobs=jobs, paths=options.files)
+        except WorkerDied as error:
+            raise UsageError(str(error)) from error
     _write(report, options)
     return 0
 
@@ -231,26 +255,42 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    jobs = _jobs(options)
     try:
         target = convert.target(options.rowwise, options.columnwise, options.style, options.match, options.seed)
         convert.refuse_same(options.source, options.written)
-        if not options.force and os.path.lexists(options.written):
-            raise UsageError(f"{options.written}: there is a file already; --force replaces it")
-        if os.path.isdir(options.written):
-            raise UsageError(f"{options.written}: is a directory; name a file in it")
-        plan = convert.plan(options.source, target)
-        if not any(wanted for *_, wanted in plan.jobs):
-            raise UsageError(f"{options.source}: {convert.left_out(plan)}")
+        index = index_in(options.source)
         with ExitStack() as stack:
             _interrupt_when_terminated(stack)
-            bar = _Bar(stack, plan.nbytes, "converting")
-            conversion = convert.convert(plan, options.written, replace=options.force, step=bar)
-    except (ValueError, TypeError, NotImplementedError) as error:
+            conversion = _convert_file(options, target, stack) if index is None else _convert_index(
+                index, options, target, jobs, stack)
+    except (ValueError, TypeError, NotImplementedError, WorkerDied) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{error.filename or options.source}: {error.strerror or error}") from error
     Console(file=sys.stdout, highlight=False).print(conversion)
     return 0
+
+
+def _convert_file(options: argparse.Namespace, target: convert.Target, stack: ExitStack) -> convert.Conversion:
+    if not options.force and os.path.lexists(options.written):
+        raise UsageError(f"{options.written}: there is a file already; --force replaces it")
+    if os.path.isdir(options.written):
+        raise UsageError(f"{options.written}: is a directory; name a file in it")
+    plan = convert.plan(options.source, target)
+    if not any(wanted for *_, wanted in plan.jobs):
+        raise UsageError(f"{options.source}: {convert.left_out(plan)}")
+    bar = _Bar(stack, plan.nbytes, "converting")
+    return convert.convert(plan, options.written, replace=options.force, step=bar)
+
+
+def _convert_index(
+    path: Path, options: argparse.Namespace, target: convert.Target, jobs: int, stack: ExitStack
+) -> convert.Conversion:
+    index = Index.open(path)
+    plans = plan_index(index, target)
+    bar = _Bar(stack, sum(plan.nbytes for plan in plans), "converting")
+    return convert_index(index, plans, target, options.written, jobs=jobs, step=bar)
 
 
 def _train(options: argparse.Namespace) -> int:

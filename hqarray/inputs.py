@@ -67,7 +67,7 @@ def as_array(values: Any, what: str) -> Array:
         swapped = "" if values.dtype.isnative else " in this machine's byte order"
         raise TypeError(
             f"{what} has dtype {values.dtype.str if swapped else values.dtype}; float32, float16, bfloat16 and float64 "
-            f"are read{swapped}, use .astype({'float32' if not swapped else repr(values.dtype.newbyteorder('=').name)})"
+            f"are read{swapped}, use .astype({('float32' if not swapped else values.dtype.newbyteorder('=').name)!r})"
         )
     return values
 
@@ -181,7 +181,12 @@ def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
     amax = taken(amax, formats)
     if not any(format.measures_amax for format in formats):
         names = ", ".join(format.name for format in formats)
-        raise ValueError(f"amax= scales formats with one amax per matrix (FP8, NVFP4); {names} measure blocks or rows")
+        raise ValueError(
+            f"amax= is for formats with one amax per matrix (FP8, NVFP4), and {names} "
+            f"{'has' if len(formats) == 1 else 'have'} none; leave it out"
+        )
+    if not isinstance(amax, (int, float, np.generic)) and not hasattr(amax, "__dlpack__") and hasattr(amax, "update"):
+        raise ValueError("amax is one float32, not a whole DelayedScaling; pass the matrix's slot, state[0]")
     expect_one_amax(formats)
     if isinstance(amax, (int, float, np.floating, np.integer)) and not isinstance(amax, bool):
         number = float(amax)

@@ -10,7 +10,7 @@ import numpy as np
 from . import ops
 from .arrays import HybridArray
 from .formats import Format
-from .inputs import Slots, as_ours
+from .inputs import SEEDS, Slots, as_ours
 from .layout import Array
 from .recipes import ROLES, Recipe, Role, as_recipe
 
@@ -48,8 +48,8 @@ def linear_forward(
              delayed scaling needs, or float32 (3,); None measures them
     returns  y = x @ w.T (..., n), of the dtype that matmul gives, and Saved, which holds no rowwise part
 
-    Raises ValueError for shapes that do not match, an array quantized in other formats, or a seed or an amax that the
-    recipe needs and is not there.
+    Raises ValueError for shapes that do not match, an array quantized in other formats, an amax that the recipe needs
+    and is not there, or a missing seed where x or w is rounded at random; that of dy is missed by linear_backward.
     """
     recipe = as_recipe(recipe)
     check_amaxes(recipe, amax)
@@ -61,12 +61,15 @@ def linear_forward(
     return y, Saved(hx.drop(rowwise=True), hw.drop(rowwise=True), recipe, seed, amax)
 
 
-def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any = None) -> tuple[Array, Array]:
+def linear_backward(
+    dy: Any, saved: Saved, *, dw: Array | None = None, out_dtype: Any = None, seed: Any = None
+) -> tuple[Array, Array]:
     """The gradients of a linear layer.
 
     dy       (..., n), the gradient of y, or a HybridArray with both parts in the recipe's formats
     saved    what linear_forward returned
     dw       (n, k) array that the gradient of w is added to; None makes a new one
+    out_dtype  of dx; default what matmul gives
     seed     as in linear_forward; None takes the one that was given there
     returns  dx = dy @ w (..., k) and dw = dy.T @ x (n, k), sums over all leading axes
     """
@@ -75,7 +78,7 @@ def linear_backward(dy: Any, saved: Saved, *, dw: Array | None = None, seed: Any
     expected = (*saved.x.shape[:-1], saved.w.shape[0])
     if hdy.shape != expected:
         raise ValueError(f"dy must have the shape of y, {expected}, it has {hdy.shape}")
-    dx = ops.matmul(hdy, saved.w)
+    dx = ops.matmul(hdy, saved.w, out_dtype=out_dtype)
     flat_dy, flat_x = hdy.reshape(-1, hdy.shape[-1]), saved.x.reshape(-1, saved.x.shape[-1])
     return dx, ops.matmul(flat_dy.T, flat_x, out=dw, accumulate=dw is not None)
 
@@ -134,7 +137,9 @@ def seed_of(role: Role, seed: Any) -> Any:
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return (int(seed) + step) % (1 << 64) if 0 <= seed < 1 << 64 else seed
     array = as_ours(seed, "seed")
-    return array.astype(np.uint64, copy=False) + np.uint64(step) if hasattr(array, "astype") else seed
+    if getattr(array, "dtype", None) not in SEEDS or array.size != 1:
+        return seed  # quantize says what is wrong with it
+    return array.astype(np.uint64, copy=False) + np.uint64(step)
 
 
 def _check_quantized(values: HybridArray, recipe: Recipe, role: Role) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .formats import BFLOAT16
+from .indexfile import Index, index_in
 from .tensorfile import TYPES, FileError, TensorFile
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -85,10 +86,15 @@ def default_operands() -> Operands:
 
 def _read(path: Path) -> Iterator[tuple[str, Values | str]]:
     """Name and array, or the reason why there is none, for each entry of a file."""
+    index = index_in(path)
+    if index is not None:
+        for file in Index.open(index).files:
+            yield from _read(file)
+        return
     readers = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise FileError(f"{path}: not a file this reads; give .npy, .npz or .safetensors")
+        raise FileError(f"{path}: not a file this reads; give .npy, .npz or .safetensors, or the index of several")
     try:
         yield from reader(path)
     except FileError:

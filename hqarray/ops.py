@@ -49,14 +49,17 @@ def quantize(
     columnwise  format of the part blocked along the other one (over the 2-D view); None leaves it out
     columnwise_source  "original", or "rowwise_dequantized": columns are quantized from what the rows became
     amax        one float32 used instead of the measured amax by formats with one per matrix (FP8, NVFP4; of a rotated
-                part that of the rotated values), or a slot of a DelayedScaling, which records the measured one as well
+                part that of the rotated values), or a slot of a DelayedScaling, which records the measured one as well.
+                An array's value is not looked at (on a GPU the host would wait): 0, NaN, Inf and negative ones mean
+                scale 1.
     seed        needed by formats that round at random, ignored by others: an integer from 0 to 2**64 - 1, or an array
                 of one uint64 or int64 where the values are, which a captured CUDA graph reads when it is replayed.
                 A seed gives the same bits every time, on NumPy and on a GPU; use another one for each call.
     returns     HybridArray of the same shape; codes uint8, scales as the format's row says
 
     Scale rule and element rounding: formats.py, row of the format (source named there). A value within the
-    scaled range of its block is off by at most half the element's spacing there.
+    scaled range of its block is off by at most half the element's spacing there, by less than the spacing where it is
+    rounded at random; of a rotated part this holds of the rotated values.
     Raises TypeError for a dtype it cannot read, ValueError when both directions are None.
     """
     gpu = _gpu_of(values.__class__) if amax is None and seed is None and columnwise_source == "original" else None

@@ -9,6 +9,7 @@ import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from html import escape
 from importlib.util import find_spec
 from string import Template
@@ -23,7 +24,8 @@ from .explore import Comparison, FormatError, Tally, measure, tiles
 from .formats import FORMATS, Format, as_format
 from .gemm import Engine
 from .linear import quantize_operand
-from .operands import Matrix, Operands, Triple
+from .operands import Matrix, Operands, Triple, default_operands, read_operands
+from .processes import in_processes
 from .recipes import PRODUCTS, RECIPES, ROLES, Product, Recipe, Role, as_recipe
 from .tables import TextTable, decibels, for_json, percent
 
@@ -285,10 +287,15 @@ def _result_dict(result: RecipeResult) -> dict[str, Any]:
 # --- the study ----------------------------------------------------------------------------------
 
 
-def study(operands: Operands, selection: Selection, step: Step = lambda: None) -> Report:
+def study(
+    operands: Operands, selection: Selection, step: Step = lambda: None, *, jobs: int = 1,
+    paths: Sequence[str] = (),
+) -> Report:
     """Run every recipe on every triple, and every format on every matrix without one.
 
-    step  called after each recipe and each format, count_steps() times
+    step   called after each recipe and each format, count_steps() times; by several processes after each layer
+    jobs   processes, each with one layer or matrix in memory at a time
+    paths  with jobs: what the operands were read from, which each process maps for itself
     """
     notes = list(operands.notes)
     for matrix in (*(m for t in operands.triples for m in (t.x, t.w, t.dy)), *operands.matrices):
@@ -296,9 +303,42 @@ def study(operands: Operands, selection: Selection, step: Step = lambda: None) -
         if strange:
             elements = "1 element that is" if strange == 1 else f"{strange} elements that are"
             notes.append(f"{matrix.name} holds {elements} NaN or infinite")
+    if jobs > 1:
+        return Report(*_study_in_processes(operands, selection, step, jobs, tuple(paths)), tuple(notes))
     layers = tuple(_study_triple(triple, selection.recipes, step) for triple in operands.triples)
     matrices = tuple(_study_matrix(matrix, selection.formats, step) for matrix in operands.matrices)
     return Report(layers, matrices, tuple(notes))
+
+
+def _study_in_processes(
+    operands: Operands, selection: Selection, step: Step, jobs: int, paths: tuple[str, ...]
+) -> tuple[tuple[LayerResult, ...], tuple[MatrixResult, ...]]:
+    work = [(paths, number, selection) for number in range(len(operands.triples) + len(operands.matrices))]
+    layers: list[LayerResult] = []
+    matrices: list[MatrixResult] = []
+    for result in in_processes(_study_one, work, jobs):
+        if isinstance(result, LayerResult):
+            layers.append(result)
+        else:
+            matrices.append(result)
+        for _ in selection.recipes if isinstance(result, LayerResult) else selection.formats:
+            step()
+    return tuple(layers), tuple(matrices)
+
+
+@lru_cache(maxsize=1)
+def _operands_of(paths: tuple[str, ...]) -> Operands:
+    """Once in each process."""
+    return read_operands(paths) if paths else default_operands()
+
+
+def _study_one(paths: tuple[str, ...], number: int, selection: Selection) -> LayerResult | MatrixResult:
+    """A triple, or one of the matrices behind them."""
+    operands = _operands_of(paths)
+    count = len(operands.triples)
+    if number < count:
+        return _study_triple(operands.triples[number], selection.recipes, lambda: None)
+    return _study_matrix(operands.matrices[number - count], selection.formats, lambda: None)
 
 
 def _study_matrix(matrix: Matrix, formats: Sequence[Format], step: Step) -> MatrixResult:

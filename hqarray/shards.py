@@ -1,13 +1,15 @@
 """Pieces of a matrix that lie in different processes, quantized as the matrix would be.
 
-One amax for the whole matrix is hq.amax(piece), reduced over all processes (MAX) by NCCL or MPI, and then given to
-quantize_shard; whatever else a format needs lies within a piece that cuts no block.
+One amax for the whole matrix is hq.amax(piece, format), of a rotated columnwise part hq.amax(piece.T, format), reduced
+over all processes (MAX) by NCCL or MPI, and then given to quantize_shard. Whatever else a format needs lies within a
+piece that cuts no block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from operator import index
 from typing import Any
 
 from . import ops
@@ -15,6 +17,9 @@ from .arrays import DIRECTIONS, Direction, HybridArray
 from .formats import ROW, Block, Format, as_format
 from .inputs import as_array
 from .philox import Draws
+
+MOST = 1 << 62
+"""Rows or columns that a matrix may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,14 @@ class Shard:
         for name in ("first", "shape"):
             pair = getattr(self, name)
             try:
-                numbers = tuple(range(n + 1)[-1] for n in pair)  # what range takes is an integer, and not negative
-            except (TypeError, IndexError) as error:
+                numbers = tuple(index(n) for n in pair)
+            except TypeError as error:
                 raise ValueError(f"Shard: {name}={pair!r} is not two integers, 0 or more") from error
-            if len(numbers) != 2:
-                raise ValueError(f"Shard: {name}={pair!r} is not two integers, one for rows and one for columns")
+            if len(numbers) != 2 or any(isinstance(n, bool) or not 0 <= n <= MOST for n in pair):
+                raise ValueError(f"Shard: {name}={pair!r} is not two integers, of rows and columns, from 0 to 2**62")
             object.__setattr__(self, name, numbers)
+        if any(first > whole for first, whole in zip(self.first, self.shape, strict=True)):
+            raise ValueError(f"Shard: first={self.first} lies beyond the matrix {self.shape}")
 
 
 def shard_alignment(
@@ -78,13 +85,15 @@ def quantize_shard(
     values   (rows, columns), the piece; dtypes and places as in quantize
     shard    where it lies
     rowwise, columnwise  as in quantize; shard_alignment says where a shard may begin and end
-    amax     of the whole matrix, for formats with one per matrix: the largest hq.amax(piece, format) of all pieces, or
-             a slot of a DelayedScaling
+    amax     of the whole matrix, for formats with one per matrix: the largest hq.amax(piece, format) of all pieces, of
+             a columnwise part that is rotated (rht) the largest hq.amax(piece.T, format), or a slot of a DelayedScaling
     seed     as in quantize, the same for all pieces: each draws as its elements do in the whole
     returns  HybridArray of the piece's shape: its codes and block scales are those of the whole, cut out
 
     Raises ValueError for a shard that is not in the matrix or cuts a block, or where the amax is not given.
     """
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard is {shard!r}; pass hq.Shard(first, shape), the piece's place and the matrix's shape")
     values = as_array(values, "values")
     if values.ndim != 2:
         raise ValueError(f"a shard is 2-D, not {values.shape}; pass the 2-D view and its place in that of the whole")
@@ -94,12 +103,14 @@ def quantize_shard(
     formats = {direction: as_format(format).resolve(ops._nominal(values.dtype))
                for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None}
     for direction, format in formats.items():
-        _expect_whole_blocks(format, direction, shard, ends)
+        expect_whole_blocks(format, direction, shard, ends)
     if amax is None and values.shape != shard.shape and any(format.measures_amax for format in formats.values()):
         names = ", ".join(format.name for format in formats.values() if format.measures_amax)
+        column = formats.get("columnwise")
+        turned = column is not None and column.measures_amax and column.storage.rht
         raise ValueError(
             f"{names} has one amax for the whole matrix, and a shard measures its own; pass amax=, the largest "
-            f"hq.amax(values, format) of all shards (an all-reduce with MAX)"
+            f"hq.amax({'values.T' if turned else 'values'}, format) of all shards (an all-reduce with MAX)"
         )
     return ops.quantize(
         values, rowwise=rowwise, columnwise=columnwise, amax=amax,
@@ -107,7 +118,8 @@ def quantize_shard(
     )
 
 
-def _expect_whole_blocks(format: Format, direction: Direction, shard: Shard, ends: tuple[int, ...]) -> None:
+def expect_whole_blocks(format: Format, direction: Direction, shard: Shard, ends: tuple[int, ...]) -> None:
+    """Raises ValueError where a shard that reaches to `ends` cuts a block of a part, and says what to do."""
     places = zip(("rows", "columns"), _step(format, direction), shard.first, ends, shard.shape, strict=True)
     for axis, step, first, end, whole in places:
         if first == end or (first % step == 0 and (end % step == 0 or end == whole)):

@@ -18,10 +18,10 @@ from hqarray.explore import Tally, TextTable, decibels, rows_of
 from hqarray.formats import ROW, Format, as_format
 from hqarray.inputs import as_draws
 from hqarray.layout import Array
-from hqarray.tensorfile import TYPES, FileError, Planned, Put, writing
+from hqarray.tensorfile import TYPES, FileError, Planned, Put, TensorFile, writing
 
 from . import checkpoints, ownfile
-from .safetensors import STYLES, Checkpoint, add, load, metadata_of, put_all, tensors_of
+from .safetensors import STYLES, Checkpoint, add, metadata_of, put_all, tensors_of
 from .sources import Source, placeholder
 
 Step: TypeAlias = Callable[[int], None]
@@ -197,7 +197,7 @@ def plan(source: str | os.PathLike[str], target: Target) -> Plan:
     Raises FileError for a file that cannot be read, ValueError or NotImplementedError for a weight that cannot become
     what is asked, naming it.
     """
-    checkpoint = load(source)
+    checkpoint = Checkpoint(TensorFile.open(source))
     jobs: list[tuple[str, Source, bool]] = []
     planned: dict[str, Planned] = {}
     described: dict[str, Any] = {}

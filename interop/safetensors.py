@@ -18,6 +18,7 @@ import numpy as np
 from hqarray.arrays import HybridArray, QuantizedArray
 from hqarray.explore import host
 from hqarray.grouped import GroupedArray
+from hqarray.indexfile import Index, index_in
 from hqarray.layout import Array
 from hqarray.tensorfile import METADATA, FileError, Planned, Put, TensorFile, writing
 
@@ -64,18 +65,50 @@ class Checkpoint(Mapping[str, Item]):
         return f"Checkpoint({str(self.file.path)!r}, {len(self)} arrays in {len(self.file.tensors)} tensors)"
 
 
-def load(path: str | os.PathLike[str], *, dtype: Any = np.float32) -> Checkpoint:
-    """Read a safetensors file as a mapping from names to arrays; nothing but its header is read at once.
+class Checkpoints(Mapping[str, Item]):
+    """The files of an index as one mapping, each read as a Checkpoint.
+
+    files  in the order of the index
+    """
+
+    def __init__(self, index: Index, dtype: Any = np.float32) -> None:
+        self.path = index.path
+        self.files = tuple(Checkpoint(TensorFile.open(path), dtype) for path in index.files)
+        self._where: dict[str, Checkpoint] = {}
+        for file in self.files:
+            for name in file:
+                if name in self._where:
+                    raise FileError(f"{index.path}: {name!r} is in {self._where[name].file.path.name} and in "
+                                    f"{file.file.path.name}")
+                self._where[name] = file
+
+    def __getitem__(self, name: str) -> Item:
+        return self._where[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.path)!r}, {len(self)} arrays in {len(self.files)} files)"
+
+
+def load(path: str | os.PathLike[str], *, dtype: Any = np.float32) -> Checkpoint | Checkpoints:
+    """Read a safetensors file, or those of an index, as a mapping from names to arrays; only headers are read at once.
 
     path     a file that save wrote, or a checkpoint: FP8 with `weight_scale` or 128x128 `weight_scale_inv`, MXFP8,
              MXFP4 as `*_blocks` and `*_scales` or `weight_packed`, NVFP4 with `weight_scale` and `weight_scale_2` or
-             `weight_packed` and `weight_global_scale`. Codes are not quantized anew, nor copied.
+             `weight_packed` and `weight_global_scale`. Codes are not quantized anew, nor copied. Or the index of
+             several such files, or the folder that holds it.
     dtype    nominal dtype of HybridArrays in checkpoints, which do not say one
 
     Raises FileError (a ValueError) for a file that is no such file or whose header does not fit it; asking for a
     tensor under a convention that is not known raises NotImplementedError, which names it.
     """
-    return Checkpoint(TensorFile.open(path), dtype)
+    index = index_in(path)
+    return Checkpoint(TensorFile.open(path), dtype) if index is None else Checkpoints(Index.open(index), dtype)
 
 
 def save(
@@ -140,4 +173,4 @@ def put_all(put: Put, stored: Mapping[str, Stored]) -> None:
         put(name, host(each.array))
 
 
-__all__ = ["METADATA", "STYLES", "Checkpoint", "FileError", "Item", "load", "save"]
+__all__ = ["METADATA", "STYLES", "Checkpoint", "Checkpoints", "FileError", "Item", "load", "save"]

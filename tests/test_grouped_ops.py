@@ -246,7 +246,7 @@ G = hq.grouped_quantize(X, [5, 0, 17], rowwise="mxfp8", columnwise="nvfp4")
     (lambda: hq.grouped_quantize(X, [1], rowwise="mxfp8", noop=1), ValueError,
      "noop= leaves out= as it is, and there is"),
     (lambda: hq.grouped_quantize(X, [1], rowwise="mxfp8", amax=np.ones(1, np.float32)), ValueError,
-     "measure blocks or rows"),
+     "one amax per matrix"),
     (lambda: hq.grouped_quantize(X, [1, 2], rowwise="nvfp4", amax=np.ones(1, np.float32)), ValueError,
      r"amax is one float32 for each group, \(2,\), not float32 of shape \(1,\)"),
     (lambda: hq.grouped_quantize(X, [1, 2], rowwise="nvfp4", amax=1.0), ValueError, "not float of shape"),

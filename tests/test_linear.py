@@ -193,3 +193,12 @@ def test_x_and_w_of_one_seed_draw_other_numbers():
     x = testing.matrix("gauss", (32, 64))
     _, saved = hq.linear_forward(x, x, "nvfp4(rounding=stochastic)", seed=5)
     assert not np.array_equal(saved.x.columnwise.codes, saved.w.columnwise.codes)
+
+
+@pytest.mark.parametrize("seed", [np.float64(1.5), np.array([3.7]), np.array([3], np.int32), [True], np.array(["a"])],
+                         ids=str)
+def test_seeds_of_later_operands_are_checked_as_the_first_one_is(seed):
+    x = testing.matrix("gauss", (32, 64), np.float32)
+    _, saved = hq.linear_forward(x, x, "nvfp4", seed=7)
+    with pytest.raises(TypeError, match="seed is an integer or an array of one uint64 or int64"):
+        hq.linear_backward(np.ones((32, 32), np.float32), saved, seed=seed)

@@ -49,7 +49,7 @@ def test_what_is_no_array_is_a_type_error_with_the_remedy(values):
     ({"columnwise": "mxfp8", "columnwise_source": "rowwise_dequantized"}, ValueError,
      "columnwise_source='rowwise_dequantized' needs rowwise= as well"),
     ({"rowwise": "mxfp8", "columnwise": "bf16", "amax": 1.0}, ValueError,
-     r"amax= scales formats with one amax per matrix \(FP8, NVFP4\); mxfp8, bf16 measure blocks or rows"),
+     r"amax= is for formats with one amax per matrix \(FP8, NVFP4\), and mxfp8, bf16 have none"),
     ({"rowwise": "nvfp4", "amax": np.ones(2, np.float32)}, ValueError,
      r"amax is one float32 \(hq.amax\(x\) makes it\), not float32 of shape \(2,\)"),
     ({"rowwise": "nvfp4", "amax": np.ones(1)}, ValueError, "amax is one float32 .*not float64"),

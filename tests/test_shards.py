@@ -59,8 +59,6 @@ SEED = 123
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", [*hq.FORMATS, *OPTIONS])
 def test_bytes_of_unequal_shards_are_those_of_the_whole(name, direction, axis, xp):
-    if xp is not np and as_format(name).is_stochastic:
-        pytest.skip("not built: NotImplementedError says so")
     values = testing.matrix("wide", SHAPE, np.float32, seed=3)
     chosen = {direction: name}
     whole = hq.quantize(xp.asarray(values), seed=SEED, **chosen).part(direction)
@@ -169,3 +167,25 @@ def test_the_whole_matrix_is_a_shard_that_needs_no_amax():
     same = hq.quantize(values, rowwise="nvfp4", columnwise="mxfp8")
     np.testing.assert_array_equal(array.rowwise.codes, same.rowwise.codes)
     assert math.prod(array.shape) == 2000
+
+
+def test_a_rotated_columnwise_part_has_the_amax_of_the_turned_pieces():
+    x = testing.matrix("gauss", (256, 192), np.float32)
+    name, pieces = "nvfp4(rht=true)", (slice(0, 16), slice(16, 256))
+    whole = hq.quantize(x, columnwise=name).columnwise
+    amax = max(float(hq.amax(x[rows].T, name)[0]) for rows in pieces)
+    for rows in pieces:
+        shard = quantize_shard(x[rows], Shard((rows.start, 0), x.shape), columnwise=name, amax=amax).columnwise
+        np.testing.assert_array_equal(shard.codes, whole.codes[:, rows.start // 2 : rows.stop // 2])
+    with pytest.raises(ValueError, match=r"the largest hq.amax\(values.T, format\) of all shards"):
+        quantize_shard(x[:16], Shard((0, 0), x.shape), columnwise=name)
+
+
+def test_a_shard_is_a_shard_and_lies_in_its_matrix():
+    with pytest.raises(TypeError, match=r"shard is \(0, 0\); pass hq.Shard\(first, shape\)"):
+        quantize_shard(np.ones((16, 32), np.float32), (0, 0), rowwise="mxfp8")
+    with pytest.raises(ValueError, match="lies beyond the matrix"):
+        Shard((300, 0), (256, 192))
+    for pair in ((True, 0), (1 << 70, 0)):
+        with pytest.raises(ValueError, match="is not two integers, of rows and columns"):
+            Shard((0, 0), pair)

@@ -1,0 +1,366 @@
+"""Ranks: the few collectives that sharded matrices need, on the engines that people run already.
+
+    ranks = as_ranks(group)       # a torch.distributed process group, CuPy's NCCL communicator, or Alone()
+
+Nothing else in the library knows how ranks talk. Arrays are NumPy's (gloo) or CuPy's (NCCL). A call is ordered after
+CuPy's current stream and before what follows there; the host waits for nothing that the engine does not wait for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hqarray.inputs import place
+from hqarray.layout import Array, namespace
+
+BYTES, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed on this rank: its name, rank and shapes, and the engine's own words."""
+
+
+class Ranks(ABC):
+    """So many processes, each with a rank; an engine says how five collectives are done.
+
+    rank    of this process
+    size    how many there are
+    engine  named in errors
+
+    Sizes are counted along the first axis and known to the host; what lies on a device has sizes there only in the
+    sense of `experts`, which sends equal shares. Arrays are C-contiguous.
+    """
+
+    rank: int
+    size: int
+    engine: str
+
+    def all_reduce_max(self, array: Array) -> None:
+        """Each element becomes the largest that any rank holds there; float32, in place."""
+        if array.dtype != FLOAT32 or not _contiguous(array):
+            self._refuse("all_reduce_max", "float32", array)
+        if self.size > 1 and array.size:
+            self._run("all_reduce_max", self._all_reduce_max, array)
+
+    def all_gather(self, array: Array, out: Array, sizes: Sequence[int] | None = None) -> None:
+        """What all ranks hold, one after another, on every rank.
+
+        array  (n, ...)
+        out    (sum of all n, ...)
+        sizes  n of each rank; None: all alike. Unequal ones are sent from rank to rank.
+        """
+        shares = [len(array)] * self.size if sizes is None else [int(n) for n in sizes]
+        fits = len(shares) == self.size and shares[self.rank] == len(array) and sum(shares) == len(out)
+        if not fits or not _alike(array, out):
+            self._refuse("all_gather", f"rows {shares}, one number for each rank", array, out)
+        if out.size:
+            self._run("all_gather", self._all_gather, _rows(array), _rows(out), shares)
+
+    def reduce_scatter(self, array: Array, out: Array) -> None:
+        """The sum over all ranks of what they hold for this one, float32: array (size, *out.shape)."""
+        fits = array.dtype == out.dtype == FLOAT32 and array.shape == (self.size, *out.shape)
+        if not fits or not _contiguous(array, out):
+            self._refuse("reduce_scatter", "float32 (size, ...) and (...)", array, out)
+        if out.size:
+            self._run("reduce_scatter", self._reduce_scatter, array, out)
+
+    def all_to_all(
+        self, array: Array, out: Array, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> None:
+        """Rows for each rank go there, in the order of ranks; rows from each rank arrive, in that order.
+
+        sent, received  rows for and from each rank; None: equal shares
+        """
+        shares = [[len(x) // self.size] * self.size if given is None else [int(n) for n in given]
+                  for x, given in ((array, sent), (out, received))]
+        fits = all(len(n) == self.size and sum(n) == len(x) for n, x in zip(shares, (array, out), strict=True))
+        if not fits or not _alike(array, out) or shares[0][self.rank] != shares[1][self.rank]:
+            self._refuse("all_to_all", f"rows {shares[0]} sent and {shares[1]} received", array, out)
+        if array.nbytes or out.nbytes or sent is not None:
+            self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
+
+    def start_spread(self, messages: Sequence[tuple[Array, Sequence[Array]]]) -> Callable[[], None]:
+        """Begin to send arrays to all ranks, each into places of its own; (array, out): rank i's array goes to out[i].
+
+        returns  what must be called before the places are read, or arrays written: it makes CuPy's stream wait (on the
+                 CPU the host). Until then engines that have a stream of their own work beside the caller's.
+        """
+        given = [x for array, out in messages for x in (array, *out)]
+        for array, out in messages:
+            fits = len(out) == self.size and out[self.rank].shape == array.shape
+            if not fits or not all(_alike(array, x) for x in out):
+                self._refuse("start_spread", f"arrays for {self.size} ranks", array, *out)
+        rows = [(_rows(array), [_rows(x) for x in out]) for array, out in messages]
+        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, rows), *given)
+        return partial(self._run, "start_spread", lambda *_: finish(), *given)
+
+    # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
+
+    @abstractmethod
+    def _all_reduce_max(self, array: Array) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, array: Array, out: Array) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None: ...
+
+    @abstractmethod
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]: ...
+
+    # --- errors ---
+
+    def _refuse(self, what: str, wanted: str, *arrays: Array) -> NoReturn:
+        raise ValueError(f"{what} on {self} takes C-contiguous {wanted}, not {_described(arrays)}")
+
+    def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except Exception as error:  # whatever the engine raises
+            self._fail(what, error, given)
+
+    def _fail(self, what: str, error: Exception, given: Sequence[Any]) -> NoReturn:
+        arrays = [x for x in given if hasattr(x, "dtype")]
+        raise CollectiveError(f"{what} failed on {self} with {_described(arrays)}: {error}") from error
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.engine})"
+
+
+def _described(arrays: Sequence[Array]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype.name}" for x in arrays)
+
+
+def _contiguous(*arrays: Array) -> bool:
+    return all(x.flags.c_contiguous for x in arrays)
+
+
+def _alike(array: Array, out: Array) -> bool:
+    is_whole: bool = array.flags.c_contiguous and out.flags.c_contiguous
+    return is_whole and bool(array.dtype == out.dtype) and bool(array.shape[1:] == out.shape[1:])
+
+
+def _rows(array: Array) -> Array:
+    """(n, ...) as (n, bytes), so that an engine needs no type but bytes."""
+    if array.ndim == 2 and array.dtype == BYTES:  # as codes are; views take the time of a launch on a GPU
+        return array
+    return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def _chunks(rows: Array, sizes: Sequence[int]) -> list[Array]:
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [rows[start:end] for start, end in pairwise(ends)]
+
+
+# --- one process --------------------------------------------------------------------------------
+
+
+class Alone(Ranks):
+    """One rank: what a program is without the others, and the reference of what they do together."""
+
+    rank, size, engine = 0, 1, "one process"
+
+    def _all_reduce_max(self, array: Array) -> None:
+        raise NotImplementedError  # never called: one rank's is the largest
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        out[...] = array
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        out[...] = array[0]
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        out[...] = array
+
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        for array, (out,) in messages:
+            out[...] = array
+        return _nothing
+
+
+# --- torch.distributed --------------------------------------------------------------------------
+
+
+class TorchRanks(Ranks):
+    """A process group of torch.distributed: gloo for NumPy arrays, NCCL for CuPy's.
+
+    group  None: all processes
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        from . import torch_arrays
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("there is no process group; call torch.distributed.init_process_group(...) first")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
+        self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
+        self._dist, self._arrays = dist, torch_arrays
+        # torch 2.13 gave them new names
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
+        """Torch's stream after CuPy's, and CuPy's after it."""
+        ordinal = place(given[0])
+        if ordinal < 0:
+            return super()._run(what, call, *given)
+        cuda = self._arrays._cuda()
+        cuda.order(ordinal, torch_first=False)
+        result = super()._run(what, call, *given)
+        cuda.order(ordinal, torch_first=True)
+        return result
+
+    def _all_reduce_max(self, array: Array) -> None:
+        self._dist.all_reduce(self._arrays.as_tensor(array), op=self._dist.ReduceOp.MAX, group=self.group)
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        tensor = self._arrays.as_tensor
+        if len(set(sizes)) == 1:
+            self._gather(tensor(out), tensor(array), group=self.group)
+            return
+        self._spread([(array, _chunks(out, sizes))])()
+
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        dist, tensor, calls = self._dist, self._arrays.as_tensor, []
+        for array, out in messages:
+            mine = tensor(array) if array.size else None
+            for peer, chunk in enumerate(out):
+                if peer == self.rank:
+                    continue
+                if chunk.size:
+                    calls.append(dist.P2POp(dist.irecv, tensor(chunk), group=self.group, group_peer=peer))
+                if mine is not None:
+                    calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
+        works = dist.batch_isend_irecv(calls) if calls else []
+        for array, out in messages:  # beside what travels: not before it on the caller's stream
+            out[self.rank][...] = array
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            calls.clear()  # the memory is not needed any more
+
+        return finish
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        tensor = self._arrays.as_tensor
+        self._scatter(tensor(out.reshape(-1)), tensor(array.reshape(-1)), group=self.group)
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        tensor = self._arrays.as_tensor
+        self._dist.all_to_all_single(tensor(out), tensor(array), received, sent, group=self.group)
+
+
+# --- CuPy's NCCL --------------------------------------------------------------------------------
+
+
+class NcclRanks(Ranks):
+    """A communicator of cupy.cuda.nccl; calls run on CuPy's current stream."""
+
+    def __init__(self, communicator: Any) -> None:
+        from cupy.cuda import get_current_stream, nccl
+
+        self.communicator = communicator
+        self.rank, self.size = communicator.rank_id(), communicator.size()
+        self.engine = "CuPy, NCCL"
+        self._nccl, self._stream = nccl, get_current_stream
+
+    def _all_reduce_max(self, array: Array) -> None:
+        nccl, at = self._nccl, array.data.ptr
+        self.communicator.allReduce(at, at, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_MAX, self._stream().ptr)
+
+    def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
+        if len(set(sizes)) == 1:
+            nccl, stream = self._nccl, self._stream().ptr
+            self.communicator.allGather(array.data.ptr, out.data.ptr, array.size, nccl.NCCL_UINT8, stream)
+            return
+        self._spread([(array, _chunks(out, sizes))])
+
+    def _reduce_scatter(self, array: Array, out: Array) -> None:
+        nccl = self._nccl
+        self.communicator.reduceScatter(
+            array.data.ptr, out.data.ptr, out.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream().ptr
+        )
+
+    def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
+        self._exchange([(_chunks(array, sent), _chunks(out, received))])
+
+    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
+        self._exchange([([array] * self.size, out) for array, out in messages])
+        return _nothing
+
+    def _exchange(self, messages: Sequence[tuple[Sequence[Array], Sequence[Array]]]) -> None:
+        """Of each message a chunk to each rank and one from each, all of it one operation of NCCL."""
+        communicator, kind, stream = self.communicator, self._nccl.NCCL_UINT8, self._stream().ptr
+        self._nccl.groupStart()
+        try:
+            for peer, (mine, out) in ((i, pair) for message in messages
+                                      for i, pair in enumerate(zip(*message, strict=True))):
+                if peer != self.rank:
+                    if mine.size:
+                        communicator.send(mine.data.ptr, mine.size, kind, peer, stream)
+                    if out.size:
+                        communicator.recv(out.data.ptr, out.size, kind, peer, stream)
+        finally:
+            self._nccl.groupEnd()
+        for sent, received in messages:
+            received[self.rank][...] = sent[self.rank]
+
+
+# --- any of them --------------------------------------------------------------------------------
+
+
+def as_ranks(engine: Any = None) -> Ranks:
+    """The ranks of a process group.
+
+    engine  a torch.distributed group (None: all processes), a cupy.cuda.nccl.NcclCommunicator, what
+            cupyx.distributed.init_process_group gave, or Ranks
+    Raises TypeError for anything else.
+    """
+    if isinstance(engine, Ranks):
+        return engine
+    kind = type(engine)
+    home = kind.__module__.partition(".")[0]
+    if engine is None or home == "torch":
+        return TorchRanks(engine)
+    if home in ("cupy", "cupyx", "cupy_backends"):
+        # cupyx's class of backends names the communicator so, and offers no other way to sizes that differ
+        return NcclRanks(getattr(engine, "_comm", engine))
+    raise TypeError(
+        f"ranks are a torch.distributed process group, a cupy.cuda.nccl.NcclCommunicator or Ranks, not "
+        f"{kind.__name__}; Alone() is one process"
+    )
+
+
+def exchange(ranks: Ranks, numbers: Sequence[int], like: Array) -> list[tuple[int, ...]]:
+    """What all ranks say, so many integers each, on the host. Synchronises; for what is agreed on once.
+
+    like  an array where the engine works: it says where the numbers are sent from
+    """
+    module = namespace(like)
+    mine = module.asarray(np.array([numbers], np.int64))
+    every = module.empty((ranks.size, len(numbers)), np.int64)
+    ranks.all_gather(mine, every)
+    return [tuple(row) for row in (every.get() if hasattr(every, "get") else every).tolist()]
+
+
+__all__ = ["Alone", "CollectiveError", "NcclRanks", "Ranks", "TorchRanks", "as_ranks", "exchange"]

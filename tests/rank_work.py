@@ -1,0 +1,190 @@
+"""What ranks do in the tests of distributed work: functions that tests/rank_pool.py sends to them.
+
+Each makes the whole matrix from a seed, takes its piece, and returns arrays of bytes to be compared with the whole's.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from hqarray import testing
+from hqarray.interop.distributed import CollectiveError, exchange
+from hqarray.interop.expert_linear import experts_backward, experts_forward
+from hqarray.interop.experts import combine, dispatch, make_route
+from hqarray.interop.parallel import parallel_backward, parallel_forward
+from hqarray.interop.sharding import Sharding, all_gather, quantize_all_gather, quantize_sharded
+
+SEED = 123
+
+
+def here(ranks, array):
+    """An array where the engine works."""
+    if "nccl" not in ranks.engine.lower():
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def host(array):
+    return array.get() if hasattr(array, "get") else array
+
+
+@cache
+def matrix(shape, seed=3):
+    return testing.matrix("wide", shape, np.float32, seed=seed)
+
+
+def base(part):
+    return None if part is None else host(part.buffers.base)
+
+
+def collectives(ranks):
+    """Each of the four, with sizes alike, unlike and zero."""
+    r, n, results = ranks.rank, ranks.size, {}
+    mine = here(ranks, np.array([r, -r, np.inf if r == n - 1 else 0], np.float32))
+    ranks.all_reduce_max(mine)
+    results["max"] = host(mine)
+    out = here(ranks, np.zeros((n, 3), np.float32))
+    ranks.all_gather(here(ranks, np.full((1, 3), r, np.float32)), out)
+    results["alike"] = host(out)
+    sizes = [i % 3 for i in range(n)]
+    out = here(ranks, np.zeros((sum(sizes), 2), np.uint8))
+    ranks.all_gather(here(ranks, np.full((sizes[r], 2), r, np.uint8)), out, sizes)
+    results["unlike"] = host(out)
+    out = here(ranks, np.zeros((2, 2), np.float32))
+    ranks.reduce_scatter(here(ranks, np.arange(n * 4, dtype=np.float32).reshape(n, 2, 2) * (r + 1)), out)
+    results["sum"] = host(out)
+    sent, received = [(r + i) % 3 for i in range(n)], [(i + r) % 3 for i in range(n)]
+    out = here(ranks, np.zeros((sum(received), 1), np.int64))
+    ranks.all_to_all(here(ranks, np.repeat(np.arange(n) + 10 * r, sent).reshape(-1, 1)), out, sent, received)
+    results["rows"] = host(out)[:, 0]
+    out = here(ranks, np.zeros((n, 2), np.int32))
+    ranks.all_to_all(here(ranks, np.full((n, 2), r, np.int32)), out)
+    results["equal"] = host(out)[:, 0]
+    results["said"] = exchange(ranks, (r, r * r), out)
+    return results
+
+
+def quantized_and_gathered(ranks, shape, sharding, formats, options, only=None):
+    """Bytes of both parts of the gathered matrix."""
+    piece = here(ranks, np.ascontiguousarray(matrix(shape)[sharding.slices(ranks.rank)]))
+    assert Sharding.agreed(piece, ranks, axis=sharding.axis) == sharding
+    h = quantize_sharded(piece, sharding, ranks, **formats, **options)
+    whole = all_gather(h, sharding, ranks, only=only)
+    assert whole.shape == shape and whole.derived == (h.derived if only != "rowwise" else None)
+    return base(whole.rowwise), base(whole.columnwise)
+
+
+def gathered_in_chunks(ranks, shape, sharding, formats, options):
+    piece = here(ranks, np.ascontiguousarray(matrix(shape)[sharding.slices(ranks.rank)]))
+    whole = quantize_all_gather(piece, sharding, ranks, **formats, **options)
+    return base(whole.rowwise), base(whole.columnwise)
+
+
+def of_unlike_pieces(ranks, shapes, dtypes, axis):
+    Sharding.agreed(here(ranks, np.ones(shapes[ranks.rank], dtypes[ranks.rank])), ranks, axis=axis)
+
+
+def cut_block(ranks, sharding):
+    quantize_sharded(here(ranks, np.ones(sharding.piece_shape(ranks.rank), np.float32)), sharding, ranks,
+                     rowwise="mxfp8")
+
+
+def gather_from_all(ranks):
+    """A gather in which a rank that is not there is waited for: what it said."""
+    try:
+        ranks.all_gather(np.ones((1, 4), np.float32), np.ones((ranks.size, 4), np.float32))
+    except CollectiveError as error:
+        return str(error)
+    return "all were there"
+
+
+def changed_piece(ranks, sharding):
+    """The last rank holds another number of rows than was agreed on."""
+    rows = 4 + (ranks.rank == ranks.size - 1)
+    quantize_sharded(np.ones((rows, 64), np.float32), sharding, ranks, rowwise="fp8_e4m3")
+
+
+# --- a linear layer -----------------------------------------------------------------------------
+
+
+def operands(sizes):
+    m, n, k = sizes
+    return (testing.matrix("gauss", shape, np.float32, seed=i) for i, shape in enumerate([(m, k), (n, k), (m, n)]))
+
+
+def linear_layer(ranks, spread, recipe, dtype):
+    """Pieces of y, dx and dw, and the bytes of what was saved."""
+    x, w, dy = (value.astype(dtype) for value in operands(spread.sizes))
+    x, w, dy = (here(ranks, np.ascontiguousarray(value[sharding.slices(ranks.rank)]))
+                for value, sharding in ((x, spread.x), (w, spread.w), (dy, spread.y)))
+    y, saved = parallel_forward(x, w, recipe, spread, ranks, seed=SEED)
+    dx, dw = parallel_backward(dy, saved, ranks)
+    return host(y), host(dx), host(dw), base(saved.linear.x.columnwise), saved.nbytes
+
+
+# --- experts ------------------------------------------------------------------------------------
+
+EXPERTS, TOP, TOKENS, N, K = 8, 2, 37, 48, 96
+
+
+def tokens_of(rank, top=TOP):
+    """x, choices, weights and dy of a rank's tokens; expert 5 gets none, and rank 1 has no tokens."""
+    count, rng = (0 if rank == 1 else TOKENS + rank), np.random.default_rng(rank)
+    x = testing.matrix("wide", (count, K), np.float32, seed=10 + rank)
+    chosen = [rng.permutation([0, 1, 2, 3, 4, 6, 7])[:top] for _ in range(count)]
+    choices = np.array(chosen, np.int64).reshape(count, top)
+    weights = rng.random((count, top), np.float32)
+    return x, choices, weights, testing.matrix("gauss", (count, N), np.float32, seed=20 + rank)
+
+
+def expert_weights():
+    return testing.matrix("gauss", (EXPERTS * N, K), np.float32, seed=30).reshape(EXPERTS, N, K)
+
+
+def mine(ranks, experts):
+    local = EXPERTS // ranks.size
+    return experts[ranks.rank * local : (ranks.rank + 1) * local]
+
+
+def members(group):
+    """Codes, scales, global scale and amax of each member of a rowwise part."""
+    group = group.to_host()
+    found = []
+    for i in range(len(group)):
+        part = group[i].rowwise
+        found.append([None if x is None else host(x) for x in (part.codes, part.scales, part.global_scale, part.amax)])
+    return found
+
+
+def dispatched(ranks, name, capacity):
+    x, choices, *_ = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    group = dispatch(here(ranks, x), route, ranks, name)
+    beyond = host(group.rowwise.codes)[int(host(route.sizes).sum()) :]
+    return members(group), not beyond.view(np.uint8).any()
+
+
+def there_and_back(ranks, capacity, format):
+    """Tokens sent to experts that leave them alone, and their weighted sums."""
+    x, choices, weights, _ = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    y = dispatch(here(ranks, x), route, ranks, "fp32").rowwise.codes
+    return host(combine(y, route, ranks, weights=here(ranks, weights), format=format))
+
+
+def expert_layer(ranks, recipe, capacity, weighted=True):
+    x, choices, weights, dy = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    w, weights = here(ranks, mine(ranks, expert_weights())), here(ranks, weights) if weighted else None
+    y, saved = experts_forward(here(ranks, x), w, route, recipe, ranks, weights=weights, seed=SEED)
+    gradients = experts_backward(here(ranks, dy), saved, ranks)
+    return [None if value is None else host(value) for value in (y, *gradients)]
+
+
+def unlike_tokens(ranks):
+    """The last rank's tokens are not those of its route."""
+    x, choices, *_ = tokens_of(0)
+    route = make_route(choices, EXPERTS, ranks)
+    dispatch(x[: len(x) - (ranks.rank == ranks.size - 1)], route, ranks, "fp8_e4m3")

@@ -1,0 +1,150 @@
+"""Expert parallelism on 2 and 4 ranks against all tokens on one rank: the same bytes, the same sums."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import rank_work
+from rank_pool import Failed, Pool
+from rank_work import EXPERTS, TOKENS, K, N
+from test_distributed import PATIENCE, pool  # noqa: F401  a fixture
+
+import hqarray as hq
+from hqarray.formats import as_format
+from hqarray.interop.distributed import Alone
+from hqarray.interop.expert_linear import experts_backward, experts_forward
+from hqarray.interop.experts import can_travel, combine, dispatch, make_route
+
+ROOM = 2 * (TOKENS + 3)
+"""Rows for each rank that are enough for all that any rank has."""
+
+TRAVELLING = [name for name in (*hq.FORMATS, "nvfp4(rht=True)", "nvfp4(four_over_six=mse)", "mxfp8(rule=floor)")
+              if can_travel(as_format(name).resolve(np.dtype(np.float32)))]
+
+
+def everyone(size):
+    """Tokens of all ranks, one after another, and how many each has."""
+    each = [rank_work.tokens_of(rank) for rank in range(size)]
+    return [np.concatenate(arrays) for arrays in zip(*each, strict=True)], [len(x) for x, *_ in each]
+
+
+def grouped(size, name):
+    """What one process makes of all tokens: sorted by expert, quantized as a group."""
+    (x, choices, *_), _ = everyone(size)
+    slots = np.argsort(choices.reshape(-1), kind="stable")
+    sizes = [int((choices == expert).sum()) for expert in range(EXPERTS)]
+    return hq.grouped_quantize(x[slots // choices.shape[1]], sizes, rowwise=name)
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_tokens_arrive_as_the_group_that_one_process_would_quantize(name, capacity, pool):  # noqa: F811
+    wanted = rank_work.members(grouped(pool.size, name))
+    found = pool.run(rank_work.dispatched, name, capacity)
+    members = [member for rank, _ in found for member in rank]
+    assert len(members) == EXPERTS
+    for actual, expected in zip(members, wanted, strict=True):
+        for a, b in zip(actual, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a, b)
+    assert all(is_zero for _, is_zero in found)  # rows of no expert
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+def test_what_goes_there_and_back_is_weighted_and_summed_in_place(capacity, pool):  # noqa: F811
+    for rank, found in enumerate(pool.run(rank_work.there_and_back, capacity, None)):
+        x, _, weights, _ = rank_work.tokens_of(rank)
+        np.testing.assert_array_equal(found, x * weights[:, :1] + x * weights[:, 1:])
+    for rank, found in enumerate(pool.run(rank_work.there_and_back, capacity, "mxfp8")):
+        x, _, weights, _ = rank_work.tokens_of(rank)
+        x = hq.fake_quantize(x, "mxfp8")
+        np.testing.assert_array_equal(found, x * weights[:, :1] + x * weights[:, 1:])
+
+
+def test_rows_beyond_the_capacity_come_back_as_zeros(pool):  # noqa: F811
+    capacity = 11
+    for rank, found in enumerate(pool.run(rank_work.there_and_back, capacity, None)):
+        x, choices, weights, _ = rank_work.tokens_of(rank)
+        order = np.argsort(choices.reshape(-1), kind="stable")
+        owner = choices.reshape(-1)[order] // (EXPERTS // pool.size)
+        kept = np.zeros(choices.size, np.float32)
+        for peer in range(pool.size):
+            kept[order[owner == peer][:capacity]] = 1
+        kept = kept.reshape(choices.shape)
+        np.testing.assert_array_equal(found, x * (weights * kept)[:, :1] + x * (weights * kept)[:, 1:])
+        assert rank == 1 or kept.min() == 0
+
+
+RECIPES = ["bf16", "mxfp8", "fp8_current", "nvfp4", "mxfp8_forward_bf16_backward", "fp8_block"]
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_of_experts_is_that_of_one_rank(recipe, capacity, pool):  # noqa: F811
+    (x, choices, weights, dy), counts = everyone(pool.size)
+    route = make_route(choices, EXPERTS, Alone())
+    y, saved = experts_forward(x, rank_work.expert_weights(), route, recipe, Alone(), weights=weights,
+                               seed=rank_work.SEED)
+    wanted = [y, *experts_backward(dy, saved, Alone())]
+    found = [np.concatenate(pieces) for pieces in zip(*pool.run(rank_work.expert_layer, recipe, capacity), strict=True)]
+    assert sum(counts) == len(found[0])
+    for actual, expected in zip(found, wanted, strict=True):
+        assert actual.shape == expected.shape
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * scale)
+    assert not found[2][5].any()  # the expert that nobody chose
+
+
+def test_one_rank_is_what_the_formulas_say():
+    """y = sum of weights times products, and its gradients, token by token, from fake-quantized operands."""
+    x, choices, weights, dy = rank_work.tokens_of(0)
+    w = rank_work.expert_weights()
+    route = make_route(choices, EXPERTS, Alone())
+    y, saved = experts_forward(x, w, route, "bf16", Alone(), weights=weights)
+    dx, dw, dweights = experts_backward(dy, saved, Alone())
+    qx, qw = hq.fake_quantize(x, "bf16").astype(np.float64), hq.fake_quantize(w.reshape(-1, K), "bf16").reshape(w.shape)
+    products = np.einsum("tk,tjnk->tjn", qx, qw[choices].astype(np.float64))
+    scaled = hq.fake_quantize((dy[:, None] * weights[..., None]).reshape(-1, N), "bf16").reshape(*choices.shape, N)
+    wanted = np.zeros_like(w, np.float64)
+    for token, experts in enumerate(choices):
+        for choice, expert in enumerate(experts):
+            wanted[expert] += np.outer(scaled[token, choice], qx[token])
+    for found, value in (
+        (y, np.einsum("tj,tjn->tn", weights, products)), (dweights, np.einsum("tn,tjn->tj", dy, products)),
+        (dx, np.einsum("tjn,tjnk->tk", scaled, qw[choices])), (dw, wanted),
+    ):
+        np.testing.assert_allclose(found, value, atol=1e-5 * np.abs(value).max())
+    y, saved = experts_forward(x, w, route, "mxfp8", Alone())
+    assert experts_backward(dy, saved, Alone())[2] is None
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda c, x: make_route(c, 7, Alone()), "choices on rank 0 of 1 .* from 0 to 7, the experts 0 to 6"),
+    (lambda c, x: make_route(c - 1, EXPERTS, Alone()), "choices on rank 0 of 1 .* from -1 to 6, the experts 0 to 7"),
+    (lambda c, x: make_route(c.astype(np.float32), EXPERTS, Alone()), r"integers \(tokens, top\), not float32"),
+    (lambda c, x: make_route(c, EXPERTS, Alone(), capacity=-1), "capacity=-1"),
+    (lambda c, x: dispatch(x[1:], make_route(c, EXPERTS, Alone()), Alone()), r"route's 37 tokens, not \(36, 96\)"),
+    (lambda c, x: dispatch(x, make_route(c, EXPERTS, Alone()), Alone(), "nvfp4_16x16"), "blocks of many rows"),
+    (lambda c, x: dispatch(x, make_route(c, EXPERTS, Alone()), Alone(), "nvfp4(rounding=stochastic)"), "at random"),
+    (lambda c, x: combine(x, make_route(c, EXPERTS, Alone()), Alone()), r"of the 74 rows of dispatch's group"),
+    (lambda c, x: combine(np.ones((74, 4), np.float32), make_route(c, EXPERTS, Alone()), Alone(), format="nvfp4"),
+     "nvfp4 has one amax for all rows"),
+    (lambda c, x: combine(np.ones((74, 4), np.float32), make_route(c, EXPERTS, Alone()), Alone(), weights=x),
+     r"weights are \(37, 2\)"),
+    (lambda c, x: experts_forward(x, x, make_route(c, EXPERTS, Alone()), "mxfp8", Alone()), r"w .* \(local, n, k\)"),
+    (lambda c, x: experts_forward(x, x, make_route(c, EXPERTS, Alone()), "fp8_delayed", Alone()), "earlier steps"),
+])
+def test_what_is_no_dispatch_is_refused(call, message):
+    x, choices, *_ = rank_work.tokens_of(0)
+    with pytest.raises(ValueError, match=message):
+        call(choices, x)
+
+
+def test_tokens_that_are_not_the_routes_end_with_an_error_on_every_rank_and_no_hang():
+    with Pool(2, engine_timeout=PATIENCE) as two:
+        with pytest.raises(Failed) as caught:
+            two.run(rank_work.unlike_tokens)
+        assert "ValueError: x on rank 1 of 2" in str(caught.value)
+        assert "CollectiveError: all_reduce_max failed on rank 0 of 2" in str(caught.value)
