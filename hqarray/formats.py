@@ -401,8 +401,16 @@ def as_format(format: Format | str) -> Format:
     row = FORMATS[name]
     if not bracket:
         return row
-    changes = parse_fields(format, name, options, [f.name for f in fields(row)])  # type: ignore[arg-type]
+    changes = parse_fields(format, name, options, _fields(row), _having)
     return replace(row, **changes)  # type: ignore[type-var]
+
+
+def _fields(format: Format) -> dict[str, object]:
+    return {field.name: getattr(format, field.name) for field in fields(format)}  # type: ignore[arg-type]
+
+
+def _having(field: str) -> list[str]:
+    return [name for name, row in FORMATS.items() if field in _fields(row)]
 
 
 @cache

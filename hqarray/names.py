@@ -23,9 +23,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-def parse_fields(text: str, name: str, options: str, known: Sequence[str]) -> dict[str, object]:
+def parse_fields(
+    text: str, name: str, options: str, known: Mapping[str, object], having: Callable[[str], Sequence[str]]
+) -> dict[str, object]:
     """The fields of `options`, what follows the opening bracket of a text.
 
+    known   fields of the name with the values that they have; one of True or False takes these alone
+    having  the names that have a field
     Raises ValueError for what is no field, or for a field that is there twice.
     """
     if not options.endswith(")"):
@@ -36,10 +40,13 @@ def parse_fields(text: str, name: str, options: str, known: Sequence[str]) -> di
         if not equals or not field:
             raise ValueError(f"format {text!r}: {option!r} must be field=value with one of {', '.join(known)}")
         if field not in known:
-            raise ValueError(f"format {text!r}: {name} has no field {field!r}; it has {', '.join(known)}")
+            others = f"; {field} is a field of {', '.join(having(field))}" if having(field) else ""
+            raise ValueError(f"format {text!r}: {name} has no field {field!r}; it has {', '.join(known)}{others}")
         if field in found:
             raise ValueError(f"format {text!r} gives {field!r} twice; give each field once")
         found[field] = _value(value)
+        if isinstance(known[field], bool) and not isinstance(found[field], bool):
+            raise ValueError(f"format {text!r}: {option!r} is not a truth value; write {field}=true or {field}=false")
     return found
 
 

@@ -153,7 +153,11 @@ def test_high_precision_takes_its_dtype_from_the_array():
     (lambda: as_format("zzz"), "unknown format 'zzz'; known: fp8_e4m3, "),
     (lambda: as_format("mxfp8(rule=floor"), r"lacks the closing bracket; write mxfp8\(field=value, ...\)"),
     (lambda: as_format("mxfp8(rules=up)"), "mxfp8 has no field 'rules'; it has element, rule, block"),
-    (lambda: as_format("mxfp8(rht=true)"), r"format 'mxfp8\(rht=true\)': mxfp8 has no field 'rht'; it has element"),
+    (lambda: as_format("mxfp8(rht=true)"), r"'mxfp8\(rht=true\)': mxfp8 has no field 'rht'; it has element, rule, "
+     "block; rht is a field of nvfp4, nvfp4_16x16, nvfp4_row$"),
+    (lambda: as_format("nvfp4(rht=1)"), r"'nvfp4\(rht=1\)': 'rht=1' is not a truth value; write rht=true or rht=false"),
+    (lambda: as_format("fp8_e4m3(pow2=yes)"), "write pow2=true or pow2=false"),
+    (lambda: as_format("nvfp4(per_row=none)"), "write per_row=true or per_row=false"),
     (lambda: as_format("mxfp8(=up)"), "'=up' must be field=value with one of element, rule"),
     (lambda: as_format("nvfp4(rht=true,rht=false)"), r"'nvfp4\(rht=true,rht=false\)' gives 'rht' twice; give each"),
     (lambda: as_format("mxfp8(rule=up, rule=up)"), "gives 'rule' twice"),
