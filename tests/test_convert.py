@@ -246,7 +246,7 @@ def test_wrong_options_are_one_line(source: Path, tmp_path: Path, capsys: Captur
     for arguments, message in (
         ([], "give rowwise, columnwise or both"),
         (["--rowwise=fp9"], "unknown format 'fp9'"),
-        (["--rowwise=nvfp4(rht=1)"], "rht=1.0 is not one of False, True"),
+        (["--rowwise=nvfp4(rht=1)"], "write rht=true or rht=false"),
         (["--rowwise=nvfp4", "--seed=-1"], "seed=-1 is not from 0 to 2**64 - 1"),
         (["--style=fp8", "--rowwise=mxfp8"], "is mxfp8, and style 'fp8' holds"),
         (["--style=fp8", "--columnwise=fp8_e4m3"], "holds rowwise parts alone"),

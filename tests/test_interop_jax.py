@@ -277,7 +277,7 @@ def test_a_step_of_training_with_fake_quantized_operands_descends():
     (lambda x: hqj.fake_quantize(x.astype(jnp.int32), "mxfp8"), TypeError, "values has dtype int32; float32"),
     (lambda x: hqj.fake_quantize(x[0, 0], "mxfp8"), ValueError, "values is 0-D"),
     (lambda x: hqj.fake_quantize(x, "mxfp9"), ValueError, "unknown format 'mxfp9'"),
-    (lambda x: hqj.fake_quantize(x, "mxfp8", amax=1.0), ValueError, "amax= scales formats with one amax per matrix"),
+    (lambda x: hqj.fake_quantize(x, "mxfp8", amax=1.0), ValueError, "amax= is for formats with one amax per matrix"),
     (lambda x: hqj.fake_quantize(x, "nvfp4", amax=x), ValueError, "amax is one float32 (hq.amax(x) makes it), not of"),
     (lambda x: hqj.fake_quantize(x, hq.NVFP4(rounding="stochastic")), ValueError, "rounds at random and needs seed="),
     (lambda x: hqj.fake_quantize(x, "nvfp4", seed=jnp.uint32(1)), TypeError, "seed is an integer here, which is fixed"),
