@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -120,18 +120,19 @@ class Amaxes:
     measures  of the rowwise and the columnwise part
     counts    how many numbers each of them is
     shared    the columnwise part takes what the rowwise one measured
+    line_bytes  of scratch memory for amaxes of lines; kept, since each launch asks
     """
 
     kernel: Kernel
     measures: tuple[traits.Measure | None, traits.Measure | None]
     counts: tuple[int, int]
     shared: bool
+    line_bytes: int = field(init=False)
 
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of scratch memory for amaxes of lines."""
-        return sum(4 * count for measure, count in zip(self.measures, self.counts, strict=True)
-                   if measure is not None and measure.kind == "LINES")
+    def __post_init__(self) -> None:
+        of_lines = (4 * count for measure, count in zip(self.measures, self.counts, strict=True)
+                    if measure is not None and measure.kind == "LINES")
+        object.__setattr__(self, "line_bytes", sum(of_lines))
 
     def launch(
         self, stream: int, arguments: struct.Struct, works: tuple[int, int], given: int, flag: int,

@@ -21,8 +21,6 @@ struct Partial {
     u32 line[2][4][128];  // of a line in each warp that sees it
 };
 
-HQ_FN u32 without_nan(u32 amax) { return amax > INF_BITS ? 0 : amax; }
-
 // What a warp sees, to shared memory.
 template <int DOWN, int MEASURE, class In>
 HQ_FN void see(const Patch<In>& patch, const Place& p, Partial& partial) {

@@ -197,6 +197,9 @@ struct Patch {
     }
 };
 
+// Bits of a largest magnitude, where a NaN counts as nothing.
+HQ_FN u32 without_nan(u32 amax) { return amax > INF_BITS ? 0 : amax; }
+
 // Largest magnitude of each row of a patch.
 template <bool NAN_WINS, class In>
 HQ_FN Lines<In> row_amax(const Patch<In>& patch) {

@@ -119,8 +119,6 @@ HQ_FN void share_amax(const Lines<Input>& lines, const Place& p, Shared& shared)
     }
 }
 
-HQ_FN float without_nan(u32 amax) { return amax > INF_BITS ? 0.0f : float_of(amax); }
-
 // 128-blocks, step 2: a thread a line; stores the scale, leaves the factor in shared memory.
 template <class F, int DOWN>
 HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Shared& shared) {
@@ -131,7 +129,7 @@ HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Sha
     if constexpr (square<F>) {
         float best = 0.0f;
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; ++w) best = fmaxf(best, without_nan(shared.partial[DOWN][0][w]));
+        for (int w = 0; w < THREADS / 32; ++w) best = fmaxf(best, float_of(without_nan(shared.partial[DOWN][0][w])));
         const float factor = reciprocal_factor(best, max, F::epsilon, F::pow2);
         if (threadIdx.x < 128) shared.factor[DOWN][threadIdx.x] = prepare_factor<F>(factor);
         const i64 blocks = round_up(D::length(a), 128) / 128;
@@ -143,7 +141,7 @@ HQ_FN void tile_scale(const Arguments& a, const Output& out, const Place& p, Sha
         if (line < 0 || line >= 128) return;
         float best = 0.0f;
 #pragma unroll
-        for (int w = 0; w < D::warps; ++w) best = fmaxf(best, without_nan(shared.partial[DOWN][w][line]));
+        for (int w = 0; w < D::warps; ++w) best = fmaxf(best, float_of(without_nan(shared.partial[DOWN][w][line])));
         const float factor = reciprocal_factor(best, max, F::epsilon, F::pow2);
         shared.factor[DOWN][line] = prepare_factor<F>(factor);
         const i64 at = line_tile * 128 + line;
