@@ -1,8 +1,9 @@
 // Largest magnitudes of X: grid and tiles as quantize, one atomic a tile, or a line of it. NaN is ignored, targets hold
-// 0 before. Generated before this text: ROW, COLUMN (what each part measures), ROW_ROTATED, COLUMN_ROTATED.
+// 0 before, or what they are raised from. Generated before this text: ROW, COLUMN (what each part measures), ROW_ROTATED, COLUMN_ROTATED.
 // GROUPED: of each of many matrices whose rows are stacked.
 #include "group.cuh"
 #include "hadamard.cuh"
+#include "largest.cuh"
 
 namespace hq {
 
@@ -17,7 +18,7 @@ struct AmaxArguments {
 };
 
 struct Partial {
-    u32 whole[2][THREADS / 32];
+    OfWarps whole[2];
     u32 line[2][4][128];  // of a line in each warp that sees it
 };
 
@@ -26,8 +27,7 @@ template <int DOWN, int MEASURE, class In>
 HQ_FN void see(const Patch<In>& patch, const Place& p, Partial& partial) {
     typedef Direction<DOWN> D;
     if constexpr (MEASURE == WHOLE) {
-        const u32 best = __reduce_max_sync(~0u, without_nan(column_amax<false>(patch).template whole<false>()));
-        if ((threadIdx.x & 31) == 0) partial.whole[DOWN][p.warp] = best;
+        see_whole(patch, p, partial.whole[DOWN]);
     } else {
         Lines<In> lines = DOWN ? column_amax<false>(patch) : row_amax<false>(patch);
 #pragma unroll
@@ -54,16 +54,13 @@ HQ_FN void see_part(const Patch<Input>& patch, const Place& p, i64 length, Parti
 template <int DOWN, int MEASURE>
 HQ_FN void collect(u32* target, i64 lines, const Place& p, const Partial& partial) {
     typedef Direction<DOWN> D;
-    u32 best = 0;
     if constexpr (MEASURE == WHOLE) {
-        if (threadIdx.x) return;
-#pragma unroll
-        for (int w = 0; w < THREADS / 32; ++w) best = max(best, partial.whole[DOWN][w]);
-        atomicMax(target, best);
+        raise_to(target, partial.whole[DOWN]);
     } else if constexpr (MEASURE == LINES) {
         const int thread = int(threadIdx.x) - DOWN * 128;
         const i64 line = D::line_tile(p) * 128 + thread;
         if (thread < 0 || thread >= 128 || line >= lines) return;
+        u32 best = 0;
 #pragma unroll
         for (int w = 0; w < D::warps; ++w) best = max(best, partial.line[DOWN][w][thread]);
         atomicMax(target + line, best);

@@ -60,9 +60,9 @@ def grid(tile: Tile, m: int, k: int) -> tuple[int, int, int]:
 
 
 def quantize_shared_bytes(tile: Tile, column: Format | None) -> int:
-    """`Shared` of quantize.cu: staged columns, two tables, keys, partial amaxes, factors."""
+    """`Shared` of quantize.cu: staged columns, two tables, keys, partial amaxes, factors, an amax of each warp."""
     stage = 16 if column is None else tile.columns * tile.rows * column.storage.element.stored_bits // 8
-    return stage + 2 * (128 * 4 + 32) + 80 + 2 * 4 * 128 * 4 + 2 * 128 * 4
+    return stage + 2 * (128 * 4 + 32) + 80 + 2 * 4 * 128 * 4 + 2 * 128 * 4 + THREADS // 32 * 4
 
 
 def most_blocks(format: Format | None) -> int:

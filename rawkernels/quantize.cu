@@ -70,7 +70,7 @@ HQ_FN void quantize_square(const Patch<Input>& patch, const Arguments& a, const 
 // What one thread of the grid writes for a whole matrix: the first, or number `index` of a group.
 template <class F, int DOWN>
 HQ_FN void store_scalars(const Arguments& a, const Output& out, i64 index) {
-    const float whole = has_table<F> || one_scale<F> ? a.whole[DOWN][index] : 0.0f;
+    const float whole = has_whole<F> ? a.whole[DOWN][index] : 0.0f;
     if constexpr (has_table<F>) out.global_scale[index] = global_of<F>(whole).decode_scale;
     if constexpr (one_scale<F>) {
         const float factor = reciprocal_factor(whole, float_of(F::Element::max_bits), F::epsilon, F::pow2);
@@ -99,6 +99,11 @@ HQ_FN void store_columns(const Arguments& a, const Place& p, const Shared& share
         }
 }
 
+// What all warps saw of X, once they have.
+HQ_FN void record(const Arguments& a, const Shared& shared) {
+    if (RECORDS && a.record) raise_to(a.record, shared.seen);
+}
+
 // One tile of a matrix.
 HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     constexpr bool tables = has_table<Row> || has_table<Column>, draws = Row::stochastic || Column::stochastic;
@@ -118,10 +123,13 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     if constexpr (in_tile<Row>) tile_scale<Row, 0>(a, a.row, p, shared);
     if constexpr (in_tile<Column>) tile_scale<Column, 1>(a, a.column, p, shared);
     if constexpr (in_tile<Row> || in_tile<Column>) __syncthreads();
+    if constexpr (RECORDS)
+        if (a.record) see_whole(patch, p, shared.seen);
 
     if constexpr (TURNED) {
         if (!idle) quantize_square<Row>(patch, a, p, shared);
         __syncthreads();
+        record(a, shared);
         store_columns<Column>(a, p, shared);
         return;
     }
@@ -132,7 +140,11 @@ HQ_FN void quantize_tile(const Arguments& a, const Place& p, Shared& shared) {
     if constexpr (Column::present) {
         if (!idle && a.column.codes) quantize_lines<Column, 1>(patch, a, a.column, p, shared);
         __syncthreads();
+        record(a, shared);
         store_columns<Column>(a, p, shared);
+    } else if (RECORDS && a.record) {
+        __syncthreads();
+        record(a, shared);
     }
 }
 
@@ -146,6 +158,7 @@ HQ_FN Arguments arguments_of(const GroupedArguments& g, const TableMember& membe
     own.rows = member.rows;
     own.whole[0] += Row::per_row ? member.start : member.index;
     own.whole[1] += member.index * (Column::per_row ? own.k : 1);
+    if (own.record) own.record += member.index;
     if constexpr (Row::present) {
         own.row.codes += member.start * own.row.pitch16 * 16;
         own.row.scales += member.before[0] * g.row.scales_unit;

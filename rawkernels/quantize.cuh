@@ -3,6 +3,7 @@
 #include "four_over_six.cuh"
 #include "group.cuh"
 #include "hadamard.cuh"
+#include "largest.cuh"
 #include "philox.cuh"
 #include "turn.cuh"
 
@@ -31,6 +32,7 @@ struct Arguments {
     u64 seed;
     i64 turned;    // X is the transposed matrix: rows draw as its columns
     i64 before[2];  // rows and columns before it in the matrix whose draws it shares
+    u32* record;    // float bits, raised to the largest magnitude of X (delayed scaling); null: nothing is recorded
 };
 
 struct Segments {  // of one part of a group, bytes
@@ -53,6 +55,7 @@ template <class F> constexpr bool one_scale = F::scaling == RECIPROCAL && F::blo
 template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
 template <class F> constexpr bool is_long = F::stochastic || F::four_over_six != ALWAYS_SIX;  // no second copy of such code
 template <class F> constexpr bool has_table = F::scaling == TWO_LEVEL && !F::per_row;
+template <class F> constexpr bool has_whole = has_table<F> || one_scale<F>;  // a scale of the whole matrix
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
 // Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal and
@@ -65,12 +68,17 @@ HQ_FN constexpr bool same_table() {
 }
 constexpr bool SAME_TABLE = same_table<Row, Column>();
 
+// Whether `record` is looked at: a scale of the whole matrix may come from amaxes of earlier steps. That of a rotated
+// part may not: what is recorded is the amax of X.
+constexpr bool RECORDS = (has_whole<Row> || has_whole<Column>) && !(has_whole<Row> && Row::rht) && !(has_whole<Column> && Column::rht);
+
 struct Shared {
     alignas(16) u8 stage[Column::present ? TILE_COLUMNS * line_bytes<Column> : 16];
     Table table[has_table<Row> && has_table<Column> && !SAME_TABLE ? 2 : 1];
     alignas(16) u32 partial[2][4][128];  // largest magnitudes of a line in each warp that sees it
     alignas(16) float factor[2][128];
     Keys keys[1];
+    OfWarps seen;
 #if GROUPED
     TableMember member;
     Arguments own;
