@@ -29,13 +29,17 @@ def taken(monkeypatch):
 
     torch_steps._steps.clear()
     ways = []
-    for name in ("run", "run_backward"):
-        def run(self, *args, call=getattr(torch_steps.Step, name)):
-            done = call(self, *args)
+
+    def counted(call):
+        def run(*args):
+            done = call(*args)
             ways.append(done is not None)
             return done
 
-        monkeypatch.setattr(torch_steps.Step, name, run)
+        return run
+
+    for name in ("run", "run_backward"):
+        monkeypatch.setattr(torch_steps.Step, name, counted(getattr(torch_steps.Step, name)))
     return ways
 
 
