@@ -240,7 +240,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
         ctx.recipe = recipe = as_recipe(request.recipe) if step is None else step.recipe
         ctx.amax, ctx.step, ctx.shape = amax, step, x.shape
         ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
-        seeds = _seeds(recipe, x.device)
+        seeds = _seeds(recipe, x.device) if step is None or step.draws else None
         if step is not None:
             done = step.run(x, w, bias, seeds, amax)
             if done is not None:
@@ -280,15 +280,15 @@ def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
 
 def _products(ctx: Any, dy: Any, needs_x: bool, needs_w: bool) -> Any:
     """Gradients of x and w, each None where it is not needed."""
-    step = ctx.step
+    step, saved = ctx.step, ctx.saved_tensors  # which checkpointing lets be asked for once
     if step is not None:
-        done = step.run_backward(dy, (needs_x, needs_w), ctx.saved_tensors, ctx.amax)
+        done = step.run_backward(dy, (needs_x, needs_w), saved, ctx.amax)
         if done is not None:
             return done
     dx = dw = first = second = None
     k, n, dtypes = ctx.shape[-1], dy.shape[-1], [_nominal(dtype) for dtype in ctx.types[:2]]
     with on_torch(dy.device):
-        x, w, seeds = _saved(ctx)
+        x, w, seeds = _restored(ctx, saved)
         hdy = _quantized(dy, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)
         if needs_x:
             dx, out = _empty(ctx.shape, ctx.types[0], dy.device)
@@ -362,7 +362,7 @@ def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     dx = dw = db = None
     with on_torch(dy.device):
-        x, w, seeds, kept = _saved(ctx)
+        x, w, seeds, kept = _restored(ctx, ctx.saved_tensors)
         if needs_x or needs_w:
             sizes = ctx.host if kept is None else as_array(kept)
             gdy = _group(dy, sizes, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)
@@ -405,9 +405,8 @@ def _save(ctx: Any, parts: Sequence[Any], tensors: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*(memory for _, memory in held), *tensors)
 
 
-def _saved(ctx: Any) -> list[Any]:
-    """What _save was given."""
-    tensors = ctx.saved_tensors
+def _restored(ctx: Any, tensors: Sequence[Any]) -> list[Any]:
+    """What _save was given, of what autograd has kept."""
     count = len(ctx.hollow)
     parts = [None if hollow is None else filled(hollow, tensor)
              for hollow, tensor in zip(ctx.hollow, tensors[:count], strict=True)]

@@ -7,8 +7,9 @@ torch's: bytes for each columnwise part, which autograd keeps, and bytes for wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch  # noqa: TID253  this module names torch
@@ -22,7 +23,7 @@ from hqarray.inputs import Slots
 from hqarray.layout import Array, round_up
 from hqarray.recipes import Recipe
 
-from .torch_cuda import bytes_maker, current_stream
+from .torch_cuda import current_stream, maker
 
 Key: TypeAlias = tuple[Any, ...]
 Product: TypeAlias = tuple[HybridArray, HybridArray, Array]
@@ -113,15 +114,10 @@ class Operand:
         self.plan.launch_at(stream, pointer, rows, columns, given=given, record=record, seed=seed, lines=lines)
 
 
-class _Places:
-    """Offsets in one call's memory."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def take(self, nbytes: int) -> int:
-        offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes, 256)
-        return offset
+def _places(*sizes: int) -> tuple[tuple[int, ...], int]:
+    """Offsets of so many bytes each in one call's memory, and all its bytes."""
+    ends = list(accumulate((round_up(nbytes, 256) for nbytes in sizes), initial=0))
+    return tuple(ends[:-1]), ends[-1]
 
 
 def _pointer(tensor: Any) -> int:
@@ -137,16 +133,37 @@ def _is_kept(call: Call | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """dx = dy @ w and dw = dy.T @ x; None where one is not wanted.
+class Gradient:
+    """A product of backward, and how its result is made."""
 
-    results  shape and dtype of each gradient
-    places   of the rowwise and columnwise part of dy, of scratch memory of its plan, and of the GEMMs
+    call: Call
+    make: Callable[..., Any]
+    shape: tuple[int, ...]
+    row_bytes: int
+
+    @staticmethod
+    def of(call: Call, tensor: Any) -> Gradient:
+        """Of a tensor that the call wrote."""
+        make = maker(tensor.get_device(), tensor.dtype)
+        return Gradient(call, make, tensor.shape, call.n * tensor.element_size())
+
+    def run(self, stream: int, left: int, right: Any, scratch: int) -> Any:
+        """The gradient, of a part at a pointer and the bytes of another one."""
+        tensor = self.make(self.shape)
+        self.call.launch(stream, left, right.data_ptr(), (tensor.data_ptr(), self.row_bytes), 0, scratch)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """dx = dy @ w and dw = dy.T @ x.
+
+    products  the two, None where one is not wanted
+    places    of the rowwise and columnwise part of dy, of scratch memory of its plan, and of the GEMMs
     """
 
     dy: Operand
-    calls: tuple[Call | None, ...]
-    results: tuple[tuple[Any, Any], ...]
+    products: tuple[Gradient | None, Gradient | None]
     places: tuple[int, ...]
     nbytes: int
 
@@ -156,6 +173,8 @@ class Step:
     """y = x @ w.T, and what backward has been, by kind of dy.
 
     given   the recipe as it was given: while this is kept, no other object can have its identity
+    draws   an operand is rounded at random
+    make    makes y, of a shape whose rows are so many bytes
     hollow  columnwise parts of x and w without their memory; None where backward does not read them
     places  of the rowwise parts of x and w, of scratch memory of their plans, and of the GEMM
     streams  that have been worked on; cuBLASLt's workspace of another one is made by the first call there
@@ -163,37 +182,39 @@ class Step:
 
     given: Any
     recipe: Recipe
+    draws: bool
     device: int
     x: Operand
     w: Operand
     call: Call
+    make: Callable[..., Any]
     shape: tuple[int, ...]
-    dtype: Any
+    row_bytes: int
     hollow: list[Any]
     places: tuple[int, ...]
     nbytes: int
     streams: set[int] = field(default_factory=set)
     backwards: dict[Key, Backward] = field(default_factory=dict)
 
-    def run(self, x: Any, w: Any, bias: Any, seeds: Any, amax: Any) -> tuple[Any, list[Any]] | None:
+    def run(self, x: Any, w: Any, bias: Any, seeds: Any, amax: Any) -> tuple[Any, tuple[Any, Any]] | None:
         """y, and the bytes that backward reads; None where the call must be made the long way."""
         stream = current_stream(self.device)
         if stream not in self.streams or getDevice() != self.device:
             return None
-        empty, left, right = bytes_maker(self.device), self.x, self.w
-        y = x.new_empty(self.shape, dtype=self.dtype)
-        kept = [empty(operand.columns) if operand.columns else None for operand in (left, right)]
-        memory = empty(self.nbytes)
-        x_rows, w_rows, x_lines, w_lines, scratch = (memory.data_ptr() + place for place in self.places)
-        left.launch(stream, x.data_ptr(), x_rows, _pointer(kept[0]), x_lines, seeds, amax)
-        right.launch(stream, w.data_ptr(), w_rows, _pointer(kept[1]), w_lines, seeds, amax)
-        out = y.data_ptr(), self.call.n * y.element_size()
-        self.call.launch(stream, x_rows, w_rows, out, _pointer(bias), scratch)
-        return y, kept
+        empty, left, right = maker(self.device), self.x, self.w
+        y, memory = self.make(self.shape), empty(self.nbytes)
+        x_columns, w_columns = (empty(n) if n else None for n in (left.columns, right.columns))
+        base, (x_rows, w_rows, x_lines, w_lines, scratch) = memory.data_ptr(), self.places
+        left.launch(stream, x.data_ptr(), base + x_rows, _pointer(x_columns), base + x_lines, seeds, amax)
+        right.launch(stream, w.data_ptr(), base + w_rows, _pointer(w_columns), base + w_lines, seeds, amax)
+        self.call.launch(
+            stream, base + x_rows, base + w_rows, (y.data_ptr(), self.row_bytes), _pointer(bias), base + scratch
+        )
+        return y, (x_columns, w_columns)
 
     def run_backward(
         self, dy: Any, needs: tuple[bool, bool], saved: Sequence[Any], amax: Any
-    ) -> list[Any] | None:
+    ) -> tuple[Any, Any] | None:
         """Gradients of x and w, each None where it is not needed; None where the call must be made the long way.
 
         saved  what run gave for backward, and the seeds
@@ -205,22 +226,13 @@ class Step:
         x, w, seeds = saved
         if (_pointer(x) | _pointer(w)) & 255:  # a hook on saved tensors gave others back
             return None
-        memory, operand = bytes_maker(self.device)(backward.nbytes), backward.dy
-        rows, columns, lines, scratch = (memory.data_ptr() + place for place in backward.places)
-        operand.launch(
-            stream, dy.data_ptr(), rows if operand.rows else 0, columns if operand.columns else 0, lines, seeds, amax
-        )
-        gradients: list[Any] = []
-        for call, (shape, dtype), left, right in zip(
-            backward.calls, backward.results, (rows, columns), (w, x), strict=True
-        ):
-            gradient = None
-            if call is not None:
-                gradient = dy.new_empty(shape, dtype=dtype)
-                out = gradient.data_ptr(), call.n * gradient.element_size()
-                call.launch(stream, left, right.data_ptr(), out, 0, scratch)
-            gradients.append(gradient)
-        return gradients
+        memory, operand = maker(self.device)(backward.nbytes), backward.dy
+        base, (rows, columns, lines, scratch) = memory.data_ptr(), backward.places
+        rows, columns = base + rows if operand.rows else 0, base + columns if operand.columns else 0
+        operand.launch(stream, dy.data_ptr(), rows, columns, base + lines, seeds, amax)
+        dgrad, wgrad = backward.products
+        dx = None if dgrad is None else dgrad.run(stream, rows, w, base + scratch)
+        return dx, None if wgrad is None else wgrad.run(stream, columns, x, base + scratch)
 
     def keep_backward(
         self, dy: Any, needs: tuple[bool, bool], values: Array, array: HybridArray,
@@ -229,17 +241,18 @@ class Step:
         """Keep what backward did for the next dy of its kind; values, dy's, became an array that was multiplied."""
         self.streams.add(current_stream(self.device))
         operand = Operand.of(values, array, 2, amax)
-        calls = tuple(None if product is None else cuda_gemm.call_of(*product) for product in products)
-        if operand is None or not all(product is None or _is_kept(call)
-                                      for call, product in zip(calls, products, strict=True)):
-            return
-        places, needed = _Places(), max(0 if call is None else call.scratch_bytes for call in calls)
-        sizes = (operand.rows, operand.columns, operand.plan.scratch_bytes, needed)
-        own = tuple(places.take(nbytes) for nbytes in sizes)
-        results = tuple(((), None) if gradient is None else (gradient.shape, gradient.dtype) for gradient in gradients)
+        made: list[Gradient | None] = []
+        for product, gradient in zip(products, gradients, strict=True):
+            call = None if product is None else cuda_gemm.call_of(*product)
+            if operand is None or (product is not None and not _is_kept(call)):
+                return
+            made.append(None if call is None else Gradient.of(call, gradient))
+        assert operand is not None
+        needed = max(0 if gradient is None else gradient.call.scratch_bytes for gradient in made)
+        places, nbytes = _places(operand.rows, operand.columns, operand.plan.scratch_bytes, needed)
         if len(self.backwards) >= MOST_BACKWARDS:
             self.backwards.clear()
-        self.backwards[_backward_key(dy, needs)] = Backward(operand, calls, results, own, places.nbytes)
+        self.backwards[_backward_key(dy, needs)] = Backward(operand, (made[0], made[1]), places, nbytes)
 
 
 def _backward_key(dy: Any, needs: tuple[bool, bool]) -> Key:
@@ -267,12 +280,11 @@ def keep_forward(
     if x is None or w is None or not _is_kept(call):
         return None
     assert call is not None
-    places = _Places()
-    sizes = (x.rows, w.rows, x.plan.scratch_bytes, w.plan.scratch_bytes, call.scratch_bytes)
-    own = tuple(places.take(nbytes) for nbytes in sizes)
+    places, nbytes = _places(x.rows, w.rows, x.plan.scratch_bytes, w.plan.scratch_bytes, call.scratch_bytes)
+    draws = any(format.is_stochastic for format in recipe.formats)
     step = Step(
-        request.recipe, recipe, device, x, w, call, tuple(y.shape), y.dtype, hollow, own, places.nbytes,
-        {current_stream(device)},
+        request.recipe, recipe, draws, device, x, w, call, maker(device, y.dtype), y.shape, call.n * y.element_size(),
+        hollow, places, nbytes, {current_stream(device)},
     )
     if len(_steps) >= MOST_STEPS:
         _steps.clear()
@@ -280,4 +292,4 @@ def keep_forward(
     return step
 
 
-__all__ = ["Backward", "Step", "find", "keep_forward", "key_of"]
+__all__ = ["Step", "find", "keep_forward", "key_of"]
