@@ -55,12 +55,13 @@ template <class F> constexpr bool is_long = F::four_over_six != ALWAYS_SIX;  // 
 template <class F> constexpr bool has_table = F::scaling == TWO_LEVEL && !F::per_row;
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
-// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal and
-// they measure the same amax.
+// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal, they
+// measure the same amax and prepare factors alike.
 template <class A, class B>
 HQ_FN constexpr bool same_table() {
     if constexpr (has_table<A> && has_table<B>)
-        return A::bound == B::bound && !A::rht && !B::rht && same<typename A::Element, typename B::Element>::value;
+        return A::bound == B::bound && A::stochastic == B::stochastic && !A::rht && !B::rht &&
+            same<typename A::Element, typename B::Element>::value;
     else return true;
 }
 constexpr bool SAME_TABLE = same_table<Row, Column>();
