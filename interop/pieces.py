@@ -155,4 +155,5 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
     return np.ndarray(shape, BYTES, memory.data, offset, (pitch, 1))
 
 
-__all__ = ["Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars", "unwritten", "whole_part"]
+__all__ = ["Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars", "unwritten",
+           "whole_part"]
