@@ -6,7 +6,6 @@ import pytest
 pytest.importorskip("torch")
 
 import rank_work
-from rank_pool import Failed
 from rank_pool import Failed, Pool
 from rank_work import EXPERTS, TOKENS, K, N
 from test_distributed import PATIENCE, pool  # noqa: F401  a fixture
