@@ -51,32 +51,29 @@ def encode(values: Floats, element: Element) -> Values:
 def encode_stochastic(values: Floats, element: Element, draws: npt.NDArray[np.uint16]) -> Codes:
     """float32 -> codes, up with the probability that makes the mean right; saturating, the sign kept, NaN as encode.
 
-    Codes of magnitudes lie on lines that meet where the spacing doubles; of E2M1 c(a) = min(2a, a + 2, a/2 + 4). With
-    v = 1 + (draw + 1/2) / 2^16, which is the float32 of the bits 0x3F800040 | draw << 7, the code is
+    Where float16's smallest normal number stands for the element's, a code is float16's bits without the lowest n (E2M1
+    has 1 mantissa bit of float16's 10, so n = 9). With h the bits of float16(|value| * 2^(bias - 15)), to nearest even,
+    and a draw below 2^n, the code is
 
-        min(floor(min(RN(2a + v), RN(a + (v + 2)), RN(a/2 + (v + 4)))) - 1, largest code)
+        (min(h, largest code << n) + draw) >> n
 
-    where each RN is one rounding (an FMA; 2a, a/2, v + 2 and v + 4 are exact where they matter). So a value that has
-    a code keeps it for every draw, and another goes up with a probability that is a multiple of 2^-16, within 2^-17
-    (and the rounding of a sum below 16, 2^-21) of its distance from the lower neighbour in units of the spacing.
-    Of elements with codes of magnitudes below 64 (at most 7 bits).
+    So a value that has a code keeps it for every draw, one beyond the largest element becomes that, and another goes up
+    with a probability that is a multiple of 2^-n, within 2^-(n + 1) of its distance from the lower neighbour in units
+    of the spacing. The multiplication is exact, or its result below 2^-126 and h 0 all the same. Of elements of at most
+    4 exponent bits.
     """
-    start = (draws.astype(np.uint32) << np.uint32(7) | np.uint32(0x3F800040)).view(np.float32)
-    magnitude = np.abs(values)
-    lowest = 2.0 ** (1 - element.bias - element.mantissa_bits)
+    dropped = np.uint16(np.finfo(np.float16).nmant - element.mantissa_bits)
+    unit = np.float32(np.finfo(np.float16).smallest_normal) * np.float32(2.0 ** (element.bias - 1))
     with np.errstate(all="ignore"):
-        lines = [
-            magnitude * np.float32(1 / (lowest * 2.0**line)) + (start + np.float32(line << element.mantissa_bits))
-            for line in range(element.max_code >> element.mantissa_bits)
-        ]
-    largest = np.float32(element.max_code + 1)
-    codes: Codes = np.fmin(np.fmin.reduce(lines), largest).astype(np.uint8)  # a cast truncates
-    codes -= np.uint8(1)
-    codes |= np.signbit(values).view(np.uint8) << np.uint8(element.bits - 1)
+        codes = (np.abs(values) * unit).astype(np.float16).view(np.uint16)
+    np.minimum(codes, np.uint16(element.max_code << dropped), out=codes)
+    codes += draws
+    codes >>= dropped
+    codes |= np.signbit(values).astype(np.uint16) << np.uint16(element.bits - 1)
     nan = np.isnan(values)
     if nan.any():
         codes[nan] = element.nan_code or 0
-    return codes
+    return codes.astype(np.uint8)
 
 
 @cache

@@ -159,6 +159,7 @@ class Plan:
         self._lock = threading.Lock()
         self._pointers: dict[str, int] = {}
         self._buffer = np.zeros(1, np.int64)
+        self._buffer_at: int = self._buffer.ctypes.data  # which takes a microsecond to ask for
         self._layouts: list[int] = []
         a, b = product.a, product.b
         self._descriptor = int(bindings.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["float32"]))
@@ -225,7 +226,7 @@ class Plan:
         if self._pointers.get(name) != pointer:
             self._buffer[0] = pointer
             attribute = _pointer_attribute(self._bindings, name)
-            self._bindings.matmul_desc_set_attribute(self._descriptor, attribute, self._buffer.ctypes.data, 8)
+            self._bindings.matmul_desc_set_attribute(self._descriptor, attribute, self._buffer_at, 8)
             self._pointers[name] = pointer
 
     def run(

@@ -144,11 +144,15 @@ class _Part:
         layout = self.layout
         return _packed_part(self.format, self.shape, alloc(layout.nbytes), layout, self.has_amax)
 
-    def output(self, buffers: Packed) -> tuple[int, int, int, int, int, int]:
-        """`Output` of quantize.cu."""
-        layout, base = self.layout, buffers.memory.ptr
+    def output(self, base: int, has_amax: bool) -> tuple[int, int, int, int, int, int]:
+        """`Output` of quantize.cu, for a part whose memory begins at a pointer."""
+        layout = self.layout
         return (base, self.pitch16, base + layout.scales_offset, layout.scales_shape[1],
-                base + layout.global_scale_offset, base + layout.amax_offset if buffers.has_amax else 0)
+                base + layout.global_scale_offset, base + layout.amax_offset if has_amax else 0)
+
+    def work(self, base: int) -> int:
+        """Where its amax is collected."""
+        return base + self.layout.amax_offset + WORK_OFFSET
 
 
 _NO_OUTPUT = (0, 0, 0, 0, 0, 0)
@@ -172,24 +176,32 @@ class _Plan:
         noop: Array | None = None, seed: Seed = NO_SEED,
     ) -> None:
         """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_parts."""
-        stream, m, k, row_bytes = stream_of(self.device), self.m, self.k, self.row_bytes
-        flag, given = 0 if noop is None else noop.data.ptr, 0 if whole is None else whole.data.ptr
-        wholes, amax = (given, given), self.amax
+        self.launch_at(
+            stream_of(self.device), pointer, *(0 if part is None else part.buffers.memory.ptr  # type: ignore[union-attr]
+                                               for part in (rows, columns)),
+            given=0 if whole is None else whole.data.ptr, flag=0 if noop is None else noop.data.ptr, seed=seed,
+        )
+
+    def launch_at(
+        self, stream: int, pointer: int, rows: int, columns: int, *, given: int = 0, flag: int = 0,
+        seed: Seed = NO_SEED, lines: int = 0, record: int = 0,
+    ) -> None:
+        """The same by pointers: of packed parts' memory, of an amax, of noop, of scratch_bytes (0: allocated here)."""
+        own, other, amax, m, k = self.rows, self.columns, self.amax, self.m, self.k
+        wholes = given, given
         if amax is not None:
-            works = 0 if rows is None else _work(rows), 0 if columns is None else _work(columns)
-            wholes = amax.launch(stream, _AMAX, works, given, flag, pointer, row_bytes, m, k)
+            works = 0 if own is None else own.work(rows), 0 if other is None else other.work(columns)
+            wholes = amax.launch(stream, _AMAX, works, given, flag, pointer, self.row_bytes, m, k, at=lines)
         self.kernel.launch(
-            stream, _QUANTIZE, pointer, row_bytes, m, k, *wholes, flag,
-            *(_NO_OUTPUT if rows is None else self.rows.output(rows.buffers)),  # type: ignore[union-attr, arg-type]
-            *(_NO_OUTPUT if columns is None else self.columns.output(columns.buffers)),  # type: ignore
+            stream, _QUANTIZE, pointer, self.row_bytes, m, k, *wholes, flag,
+            *(_NO_OUTPUT if own is None or not rows else own.output(rows, own.has_amax)),
+            *(_NO_OUTPUT if other is None or not columns else other.output(columns, other.has_amax)),
             amax is not None, round_up(m, 16), round_up(k, 16), *seed,
         )
 
-
-def _work(part: QuantizedArray) -> int:
-    """Where a packed part's amax is collected."""
-    buffers = part.buffers
-    return buffers.memory.ptr + buffers.layout.amax_offset + WORK_OFFSET  # type: ignore[union-attr, no-any-return]
+    @property
+    def scratch_bytes(self) -> int:
+        return 0 if self.amax is None else self.amax.line_bytes
 
 
 Key: TypeAlias = tuple[Any, ...]
@@ -249,15 +261,29 @@ def keep_warm(
     values: Array, rowwise: Format | str | None, columnwise: Format | str | None, matrix: Array, array: HybridArray
 ) -> None:
     """Keep the plan by which values, as a matrix, became an array, for `warm`; not where they were copied first."""
-    turned = None if matrix.dtype.itemsize == 8 else _turns(matrix)
-    if turned is None or (values is not matrix and not values.flags.c_contiguous):
+    if values is not matrix and not values.flags.c_contiguous:
         return
-    parts = (array.columnwise, array.rowwise) if turned else (array.rowwise, array.columnwise)
-    row, column = (None if part is None else part.format for part in parts)
+    row, column = (None if part is None else part.format for part in (array.rowwise, array.columnwise))
+    found = plan_of(matrix, row, column)
+    if found is None:
+        return
     if len(_warm) >= MOST_PLANS:
         _warm.clear()
-    plan = _plan(row, column, matrix.T if turned else matrix)
-    _warm[_warm_key(values, rowwise, columnwise)] = plan, turned, array.shape, array.dtype
+    _warm[_warm_key(values, rowwise, columnwise)] = *found, array.shape, array.dtype
+
+
+def plan_of(
+    matrix: Array, row: Format | None, column: Format | None, given: bool = False
+) -> tuple[_Plan, bool] | None:
+    """The plan that reads a matrix where it lies, and whether as X.T, whose rows are its columns; None if none does.
+
+    given  the caller has the amax of the matrix
+    """
+    turned = None if matrix.dtype.itemsize == 8 else _turns(matrix)
+    if turned is None:
+        return None
+    plan = _plan(column, row, matrix.T, given) if turned else _plan(row, column, matrix, given)
+    return plan, turned
 
 
 def quantize_parts(
@@ -408,6 +434,10 @@ def transpose_part(part: QuantizedArray) -> QuantizedArray:
     with _on_device_of(buffers.memory):
         kernel, source, target = _transpose_plan(part.format, part.shape, device)
         layout = target.layout
-        turned = Packed(alloc(layout.nbytes), layout, layout.has_global_scale, buffers.has_amax)
-        kernel.launch(stream_of(device), _TRANSPOSE, *source.output(buffers), *target.output(turned), *part.shape)
+        has_amax = buffers.has_amax
+        turned = Packed(alloc(layout.nbytes), layout, layout.has_global_scale, has_amax)
+        kernel.launch(
+            stream_of(device), _TRANSPOSE, *source.output(buffers.memory.ptr, has_amax),
+            *target.output(turned.memory.ptr, has_amax), *part.shape,
+        )
     return QuantizedArray(part.format, target.shape, turned)

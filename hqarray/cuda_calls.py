@@ -17,7 +17,7 @@ from cupy_backends.cuda.api.runtime import getDevice, memcpy2DAsync, memsetAsync
 
 from . import cublaslt, cuda
 from .arrays import QuantizedArray
-from .cuda_launch import captured, stream_of
+from .cuda_launch import captured, scratch, stream_of
 from .formats import Format
 from .layout import Array, round_up
 
@@ -210,40 +210,59 @@ class Call:
                 return self(a, b, out, aux, bias)
         if out is None:
             out = cupy.ndarray(self.shape, self.dtype)
-        stream = stream_of(self.device)
-        d, added = out.data.ptr, 0 if bias is None else bias.data.ptr
+        stream, added = stream_of(self.device), 0 if bias is None else bias.data.ptr
         if self.is_bare:
-            left, right = self.sides  # type: ignore[misc]
-            pa, pb = memory_of(a).ptr, memory_of(b).ptr
-            self.plan.run(  # type: ignore[union-attr]
-                pa, pb, d, (pa + left.scales_offset, pb + right.scales_offset), cublaslt.HOST_SCALARS[self.beta], added,
-                workspace(self.device, stream), stream,
-            )
+            self.launch(stream, memory_of(a).ptr, memory_of(b).ptr, (out.data.ptr, 0), added)
             return out
         if not self.m or not self.n:
             return out
-        base, is_capturing = 0, streamIsCapturing(stream)
+        base, pa, pb = 0, 0, 0
         if self.scratch_bytes:
-            memory = alloc(self.scratch_bytes)  # freed after this call, in the stream's order
+            memory = scratch(self.scratch_bytes, stream)  # freed after this call, in the stream's order
             base = memory.ptr
-            if is_capturing:
-                captured.append(memory)
+        if self.sides is not None:
+            if self.converts:
+                a, b = self._converted(a, b)
+                if streamIsCapturing(stream):
+                    captured.append((a, b))
+            pa, pb = memory_of(a).ptr, memory_of(b).ptr
+        spare = (0, 0) if aux is None else (aux.data.ptr, _row_bytes(aux, self.n))
+        self.launch(stream, pa, pb, (out.data.ptr, _row_bytes(out, self.n)), added, base, spare)
+        return out
+
+    def launch(
+        self, stream: int, a: int, b: int, out: tuple[int, int], bias: int = 0, base: int = 0,
+        aux: tuple[int, int] = (0, 0),
+    ) -> None:
+        """The same by pointers, on the current device; m and n are not zero, operands are as _converted leaves them.
+
+        out, aux  pointer and bytes from row to row; aux (0, 0): none
+        base      of scratch_bytes of scratch memory
+        """
+        if self.is_bare:
+            left, right = self.sides  # type: ignore[misc]
+            self.plan.run(  # type: ignore[union-attr]
+                a, b, out[0], (a + left.scales_offset, b + right.scales_offset), cublaslt.HOST_SCALARS[self.beta], bias,
+                workspace(self.device, stream), stream,
+            )
+            return
         finish = self.finish
         if self.sides is not None:
-            parts = self._converted(a, b)
-            if is_capturing:
-                captured.append(parts)
             if finish is None:
-                self._multiply(parts, base, stream, d, added)
+                self._multiply(a, b, base, stream, out[0], bias)
             else:
-                self._multiply(parts, base, stream, base + finish.sum, 0)
+                self._multiply(a, b, base, stream, base + finish.sum, 0)
         if finish is not None:
             finish.kernel.launch(
-                stream, _FINISH, base + finish.sum if self.plan is not None else 0, finish.sum_pitch, added, d,
-                _row_bytes(out, self.n), *((0, 0) if aux is None else (aux.data.ptr, _row_bytes(aux, self.n))), self.m,
-                self.n,
+                stream, _FINISH, base + finish.sum if self.plan is not None else 0, finish.sum_pitch, bias, *out, *aux,
+                self.m, self.n,
             )
-        return out
+
+    @property
+    def converts(self) -> bool:
+        """Whether a plain array is made a part first."""
+        left, right = self.sides  # type: ignore[misc]
+        return left.convert is not None or right.convert is not None
 
     def _converted(self, a: Any, b: Any) -> tuple[Any, Any]:
         left, right = self.sides  # type: ignore[misc]
@@ -253,9 +272,8 @@ class Call:
             b = cuda.quantize_parts(b, None, right.convert, None, None)[1]
         return a, b
 
-    def _multiply(self, parts: tuple[Any, Any], base: int, stream: int, d: int, bias: int) -> None:
+    def _multiply(self, pa: int, pb: int, base: int, stream: int, d: int, bias: int) -> None:
         left, right = self.sides  # type: ignore[misc]
-        pa, pb = memory_of(parts[0]).ptr, memory_of(parts[1]).ptr
         scalar_a = pa + left.scalar_offset if left.scalar_offset else 0
         scalar_b = pb + right.scalar_offset if right.scalar_offset else 0
         sa, sb, alpha = pa + left.scales_offset, pb + right.scales_offset, base + self.alpha

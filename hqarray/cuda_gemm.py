@@ -89,6 +89,11 @@ def warm(a: Any, b: Any, out: Any, bias: Any, choices: Key) -> Array | None:
     return call(left, right, out[0], out[1], bias) if type(out) is tuple else call(left, right, out, None, bias)
 
 
+def call_of(a: Any, b: Any, out: Array, bias: Array | None = None) -> Call | None:
+    """The call that multiplied a HybridArray by another one into out, with no other choices, where one was kept."""
+    return _calls.get(_key(a, b, out, bias, (None, None, False, None)))  # type: ignore[arg-type]
+
+
 # --- the first time -----------------------------------------------------------------------------
 
 

@@ -136,16 +136,17 @@ class Amaxes:
 
     def launch(
         self, stream: int, arguments: struct.Struct, works: tuple[int, int], given: int, flag: int,
-        *place: int, table: tuple[int, ...] = (),
+        *place: int, table: tuple[int, ...] = (), at: int = 0,
     ) -> tuple[int, int]:
-        """Measure a matrix; where each part finds its amaxes. Scratch memory is free again in the stream's order.
+        """Measure a matrix; where each part finds its amaxes.
 
         works  where a part collects the amax of its matrix
         given  a caller's amax, which parts that measure none take; 0: none
         place  pointer, row bytes, m and k of the matrix
+        at     line_bytes of scratch memory; 0: it is allocated, and free again in the stream's order
         """
-        nbytes = self.line_bytes
-        at = scratch(nbytes, stream).ptr if nbytes else 0
+        if self.line_bytes and not at:
+            at = scratch(self.line_bytes, stream).ptr
         targets = [given, given]
         for number, (measure, count) in enumerate(zip(self.measures, self.counts, strict=True)):
             if measure is None:

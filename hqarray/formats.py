@@ -282,8 +282,8 @@ class NVFP4(Format):
     TransformerEngine's order of operations.
 
     rht            every 16 values along the row are rotated first, by a Hadamard matrix with random signs: hadamard.py
-    rounding       "stochastic": up or down at random, right on average but for a block's largest values where its scale
-                   was rounded down, which saturate; quantizing then needs a seed: philox.py
+    rounding       "stochastic": up or down at random, right on average within 2^-10 of a spacing, but for a block's
+                   largest values where its scale was rounded down, which saturate; needs a seed: philox.py
     four_over_six  a block's largest value becomes 4 or 6, by the smaller error: scaling.py, arXiv 2512.02010
     global_bound   largest block scale, 448 (all of E4M3) or 256 (leaves room for the larger scales of 4)
     per_row        each row of the part has a global scale of its own, from its own amax

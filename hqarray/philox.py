@@ -1,12 +1,17 @@
 """Random bits by counter, for stochastic rounding: Philox4x32-10 (Salmon et al., SC 2011).
 
 The draw of an element is a function of the seed, the part, and the element's row and column in the part, of nothing
-else: neither of the launch, nor of the tile, nor of where a matrix lies in a group. One call of Philox serves 8
-consecutive elements of a row of the part, columns 8 j to 8 j + 7, "a piece":
+else: neither of the launch, nor of the tile, nor of where a matrix lies in a group. One call of Philox serves 16
+elements: columns 8 j to 8 j + 7, "a piece", of rows 2 r and 2 r + 1 of the part:
 
     key      (seed mod 2^32, seed / 2^32), the seed as 64 unsigned bits
-    counter  (j mod 2^32, row mod 2^32, row / 2^32, part + 2 * (j / 2^32)), part 0 rowwise, 1 columnwise
-    draw     of element i of the piece: 16 bits, half i % 2 (the low one first) of word i / 2
+    counter  (j mod 2^32, r mod 2^32, r / 2^32, part + 2 * (j / 2^32)), part 0 rowwise, 1 columnwise
+    draw     of element i of the piece: 9 bits, (half >> 7 * (i % 2)) & 0x1FF, where half is 16 bits of word (i % 4) / 2
+             of the row's two, the low ones where i < 4, else the high ones; row 2 r has the first two words
+
+Each draw is uniform on 0 to 511. Elements 2 i and 2 i + 1 of a piece share 2 bits, the highest of the former, which
+are the lowest of the latter: their draws correlate by 0.0073, and whether one goes up and whether the other does by a
+covariance of 0 to 2^-9. All others are independent.
 
 Rows and columns are those of the K-major part, so a row of the columnwise part is a column of X; of N-D arrays they
 are those of the 2-D view, of a member of a group its own. The columns of a ragged end draw as if the piece were whole.
@@ -23,7 +28,10 @@ import numpy.typing as npt
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 PIECE = 8
-"""Consecutive elements of a row that one call serves."""
+"""Consecutive elements of a row that one call serves, in each of two rows."""
+
+DRAW_BITS = 9
+"""Of an element: a draw is below 2^9."""
 
 ROUNDS = 10
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -77,14 +85,19 @@ class PartDraws:
     first: tuple[int, int] = (0, 0)
 
     def bits(self, top: int, left: int, rows: int, columns: int) -> npt.NDArray[np.uint16]:
-        """Draws of a tile of the part from (top, left), uint16 (rows, columns); left and columns are whole pieces."""
+        """Draws of a tile from (top, left), uint16 (rows, columns), below 2^9; left and columns are whole pieces."""
         top, left = top + self.first[0], left + self.first[1]
         assert left % PIECE == 0 and columns % PIECE == 0
-        row = np.arange(top, top + rows, dtype=np.uint64)[:, None]
+        pair = np.arange(top // 2, (top + rows + 1) // 2, dtype=np.uint64)[:, None]
         piece = np.arange(left // PIECE, (left + columns) // PIECE, dtype=np.uint64)[None, :]
         last = np.uint64(self.part) + (piece >> HALF) * np.uint64(2)
-        words = philox((piece & LOW, row & LOW, row >> HALF, last), (self.seed & 0xFFFFFFFF, self.seed >> 32))
-        stored = np.empty((rows, columns // PIECE, 4), "<u4")
+        words = philox((piece & LOW, pair & LOW, pair >> HALF, last), (self.seed & 0xFFFFFFFF, self.seed >> 32))
+        stored = np.empty((len(pair), 2, columns // PIECE, 2), "<u4")
         for number, word in enumerate(words):
-            stored[:, :, number] = word
-        return stored.view("<u2").reshape(rows, columns)
+            stored[:, number // 2, :, number % 2] = word
+        own = stored.reshape(2 * len(pair), columns // PIECE, 2)[top % 2 : top % 2 + rows]
+        draws = np.empty((rows, columns // PIECE, 2, 2, 2), np.uint16)  # element 4 a + 2 b + c: half a of word b
+        halves = own.view("<u2").reshape(rows, columns // PIECE, 2, 2).swapaxes(2, 3)
+        draws[..., 0] = halves & np.uint16((1 << DRAW_BITS) - 1)
+        draws[..., 1] = halves >> np.uint16(16 - DRAW_BITS)
+        return draws.reshape(rows, columns)

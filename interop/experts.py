@@ -4,28 +4,31 @@
     g = dispatch(x, route, ranks, "mxfp8")                   # this rank's experts, a GroupedArray: not quantized anew
     y = combine(g @ gw.T, route, ranks, weights=weights)     # (tokens, n)
 
-A token's codes and scales travel as one record. Rank r has experts r * local to (r + 1) * local. Rows of an expert lie
-in the order of ranks, then of tokens, as a stable sort of all tokens on one rank puts them.
+A token's codes travel as one row of bytes, its scales as another. Rank r has experts r * local to (r + 1) * local. Rows
+of an expert lie in the order of ranks, then of tokens, as a stable sort of all tokens on one rank puts them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from hqarray import ops
-from hqarray.arrays import HybridArray, QuantizedArray, zeros_part
+from hqarray.arrays import HybridArray, zeros_part
 from hqarray.formats import Format, HighPrecision, as_format
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_making import backend_on, grouped_quantize
-from hqarray.grouped_parts import GroupedPart, on_device, zeros_group
+from hqarray.grouped_parts import GroupedPart, layout_of, memory_of, on_device
 from hqarray.groups import Sizes
 from hqarray.inputs import as_array, as_ours, place
 from hqarray.layout import Array, namespace, part_layout
 
 from .distributed import Ranks, as_ranks
+from .pieces import block, memory_of_part
 
 # --- where tokens go ----------------------------------------------------------------------------
 
@@ -42,9 +45,14 @@ class Route:
     capacity     rows that are sent to each rank, whatever the sizes, which the host then does not know; None: just
                  those that are wanted
     shares       rows for each rank and from each, on the host; None with a capacity
-    places       int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive
-    is_there     bool (rows,): whether it is some expert's; what is not is counted as row 0
     sizes        int64 (local,): rows of each of this rank's experts
+    leaving      int64: the sorted slot of each row that is sent; with a capacity what is not wanted is some slot
+    places       int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive;
+                 where it is no expert's, as for row 0
+    sources      the same, but one behind them where it is no expert's
+    back         int64 (rows,): for each row that arrived, which of the experts' rows it is
+    returning    int64 (slots,): for each slot, which of the rows that come back is its, or one behind them
+    found        index arrays that depend on the route alone, by name
     """
 
     tokens: int
@@ -55,9 +63,13 @@ class Route:
     received: Array
     capacity: int | None
     shares: tuple[list[int], list[int]] | None
-    places: Array
-    is_there: Array
     sizes: Array
+    leaving: Array
+    places: Array
+    sources: Array
+    back: Array
+    returning: Array
+    found: dict[Any, Array] = field(default_factory=dict, repr=False)
 
     @property
     def num_local(self) -> int:
@@ -67,7 +79,25 @@ class Route:
     @property
     def arriving(self) -> int:
         """Rows that arrive, or that there is room for."""
-        return len(self.places)
+        return len(self.sources)
+
+    @property
+    def tokens_leaving(self) -> Array:
+        """The token of each row that is sent; where there is none, 0."""
+        if not len(self.order):
+            return self.leaving
+        return self.remembered("tokens", lambda: self.order[self.leaving] // self.top)
+
+    @property
+    def slot_tokens(self) -> Array:
+        """The token of each sorted slot."""
+        return self.remembered("all tokens", lambda: self.order // max(self.top, 1))
+
+    def remembered(self, name: Any, make: Callable[[], Array]) -> Array:
+        array = self.found.get(name)
+        if array is None:
+            array = self.found[name] = make()
+        return array
 
 
 def _places(received: Array, count: int, capacity: int | None) -> tuple[Array, Array]:
@@ -121,10 +151,27 @@ def make_route(choices: Any, num_experts: int, ranks: Any, *, capacity: int | No
             outgoing, incoming = (both.get() if hasattr(both, "get") else both).tolist()
             shares = outgoing, incoming
         count = sum(shares[1]) if shares is not None else ranks.size * (capacity or 0)
-        places = _places(received, count, capacity)
+        places, is_there = _places(received, count, capacity)
+        sources = places if capacity is None else module.where(is_there, places, count)
+        back = _inverse(sources, count)
+        returning, leaving = _inverse(order, len(order)), module.arange(len(order))
+        if capacity is not None:
+            row, run, _ = _runs(wanted, len(order))
+            returning = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[returning]
+            leaving = (_starts(wanted)[:, None] + module.arange(capacity)).reshape(-1)
+            leaving = module.minimum(leaving, max(len(order) - 1, 0))
         sizes = module.ascontiguousarray(received.sum(axis=0))
     tokens, top = choices.shape
-    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, *places, sizes)
+    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, places, sources,
+                 back, returning)
+
+
+def _inverse(index: Array, count: int) -> Array:
+    """Of each number below count, where in index it is; 0 where it is not."""
+    module = namespace(index)
+    inverse = module.zeros(count + 1, np.int64)
+    inverse[index] = module.arange(len(index))
+    return inverse[:count]
 
 
 def _sizes_of(ends: Array) -> Array:
@@ -153,44 +200,66 @@ def _runs(lengths: Array, count: int) -> tuple[Array, Array, Array]:
 
 
 def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
-    """Rows of the sorted slots to the ranks of their experts; those that arrive here, expert by expert.
-
-    Rows of no expert, where there is room for more, are copies of the first one.
-    """
-    module = namespace(rows)
-    arrived = module.empty((route.arriving, rows.shape[1]), rows.dtype)
+    """Rows of bytes that leave to the ranks of their experts; those that arrive, and a zero one behind them."""
+    arrived = _with_zero_row(route.arriving, rows)
     if route.shares is not None:
-        ranks.all_to_all(rows, arrived, *route.shares)
-        return arrived[route.places]
-    assert route.capacity is not None
-    chosen = _starts(route.wanted)[:, None] + module.arange(route.capacity)
-    chosen = module.minimum(chosen.reshape(-1), max(len(rows) - 1, 0))  # what is not wanted is some row
-    leaving = rows[chosen] if len(rows) else module.zeros((len(chosen), rows.shape[1]), rows.dtype)
-    ranks.all_to_all(leaving, arrived)
-    return arrived[route.places]
+        ranks.all_to_all(rows, arrived[:-1], *route.shares)
+    else:
+        ranks.all_to_all(rows, arrived[:-1])
+    return arrived
 
 
 def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
     """Rows as this rank's experts have them to where they came from; those that return here, slot by slot."""
-    module = namespace(rows)
-    slots = module.empty((len(route.order), rows.shape[1]), rows.dtype)
+    leaving = take_rows(rows, route.back)
+    returned = _with_zero_row(len(route.leaving), rows)
     if route.shares is not None:
-        leaving = module.empty_like(rows)
-        leaving[route.places] = rows
-        returned = module.empty_like(slots)
-        ranks.all_to_all(leaving, returned, *route.shares[::-1])
+        ranks.all_to_all(leaving, returned[:-1], *route.shares[::-1])
     else:
-        assert route.capacity is not None
-        leaving = module.zeros((len(rows) + 1, rows.shape[1]), rows.dtype)
-        leaving[module.where(route.is_there, route.places, len(rows))] = rows  # rows of no expert go where nobody looks
-        shares = module.empty_like(rows)
-        ranks.all_to_all(leaving[:-1], shares)
-        row, run, _ = _runs(route.wanted, len(slots))
-        has_room = row < route.capacity
-        found = module.where(has_room, row + run * route.capacity, len(rows))
-        returned = module.concatenate([shares, module.zeros((1, rows.shape[1]), rows.dtype)])[found]
-    slots[route.order] = returned
-    return slots
+        ranks.all_to_all(leaving, returned[:-1])
+    return take_rows(returned, route.returning)
+
+
+def _with_zero_row(count: int, like: Array) -> Array:
+    rows = namespace(like).empty((count + 1, like.shape[1]), like.dtype)
+    rows[count:] = 0
+    return rows
+
+
+WIDE = tuple(np.dtype(name) for name in ("complex128", "int64", "int32", "int16"))
+
+
+def _wide(rows: Array) -> Array:
+    """Rows of bytes in elements as wide as they can be: a GPU moves 16 bytes at once as fast as one."""
+    at = 0 if isinstance(rows, np.ndarray) else rows.data.ptr
+    for dtype in WIDE:
+        if (rows.shape[1] | at) % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows
+
+
+def take_rows(rows: Array, index: Array, out: Array | None = None) -> Array:
+    """Those rows of bytes (n, width), in one piece each; out: (len(index), width) to write them to."""
+    module = namespace(rows)
+    if out is None:
+        out = module.empty((len(index), rows.shape[1]), rows.dtype)
+    if out.size:
+        if len(rows):
+            source, target = _wide(rows), _wide(out)
+            if source.dtype == target.dtype:
+                module.take(source, index, axis=0, out=target)
+            else:
+                module.take(rows, index, axis=0, out=out)
+        else:
+            out[...] = 0  # with a capacity something is sent, wanted or not
+    return out
+
+
+def bytes_of(array: Array) -> Array:
+    """An array (n, ...) as (n, bytes)."""
+    array = namespace(array).ascontiguousarray(array)
+    width = prod(array.shape[1:]) * array.itemsize
+    return array.reshape(-1).view(np.uint8).reshape(len(array), width)
 
 
 # --- quantized rows -----------------------------------------------------------------------------
@@ -204,7 +273,7 @@ def can_travel(format: Format) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a part as bytes: its codes, its scales, its global scale, whichever the format has for each row."""
+    """How a row of a part travels: its codes with their padding; its scales and global scale, if they are its own."""
 
     format: Format
     k: int
@@ -218,38 +287,49 @@ class Record:
             )
 
     @property
-    def fields(self) -> list[tuple[np.dtype[Any], int]]:
-        """Type and number of codes, scales and global scales of a row."""
-        storage = self.format.storage
-        layout = part_layout(storage, (1, self.k))
-        scales = layout.num_scales[1] if storage.block is not None else 0
-        globals_ = layout.num_global_scales if storage.global_per_row else 0
-        return [(layout.codes_dtype, layout.codes.columns), (layout.scales_dtype, scales),
-                (np.dtype(np.float32), globals_)]
+    def pitch(self) -> int:
+        """Bytes of a row of codes."""
+        codes = part_layout(self.format.storage, (1, self.k)).codes
+        return codes.pitch * codes.itemsize
 
-    def pack(self, rows: Array, codes: Array, scales: Array | None, globals_: Array | None) -> Array:
-        """Those rows of codes (n, columns), scales (n, blocks) and global scales (n,) as bytes."""
-        module, pieces = namespace(codes), []
-        for (dtype, count), array in zip(self.fields, (codes, scales, globals_), strict=True):
-            if count and array is not None:
-                chosen = module.ascontiguousarray(array[rows]).reshape(-1).view(np.uint8)
-                pieces.append(chosen.reshape(len(rows), count * dtype.itemsize))
-        return module.concatenate(pieces, axis=1) if pieces else module.empty((len(rows), 0), np.uint8)
+    @property
+    def scales(self) -> tuple[np.dtype[Any], int]:
+        """Type and number of a row's scales."""
+        layout = part_layout(self.format.storage, (1, self.k))
+        return layout.scales_dtype, layout.num_scales[1] if self.format.storage.block is not None else 0
 
-    def unpack(self, records: Array) -> list[Array]:
-        """Codes, scales and global scales, each (n, count); inverse of pack."""
-        module, arrays, at = namespace(records), [], 0
-        for dtype, count in self.fields:
-            piece = records[:, at : at + count * dtype.itemsize]
-            if dtype != np.uint8:  # bytes stay where they are, and are copied once, to their place
-                piece = module.ascontiguousarray(piece).reshape(-1).view(dtype).reshape(len(records), count)
-            arrays.append(piece)
-            at += count * dtype.itemsize
-        return arrays
+    def pack(self, scales: Array, globals_: Array | None) -> Array | None:
+        """Scales (n, blocks) and global scales (n,) as bytes; None where rows have none of their own."""
+        pieces = [bytes_of(scales)] if self.scales[1] else []
+        if self.format.storage.global_per_row:
+            assert globals_ is not None
+            pieces.append(bytes_of(globals_[:, None]))
+        return namespace(pieces[0]).concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0] if pieces else None
+
+    def unpack(self, rows: Array) -> tuple[Array | None, Array | None]:
+        """Scales and global scales, each None where rows have none; inverse of pack."""
+        (dtype, count), at = self.scales, self.scales[1] * self.scales[0].itemsize
+        return _values(rows[:, :at], dtype) if count else None, _values(rows[:, at:], np.dtype(np.float32))
 
 
-def _scale_places(part: GroupedPart, lengths: Array, count: int) -> Array:
-    """Where in part.scales those of each row lie: (count, blocks); of rows of no member those of row 0."""
+def _values(rows: Array, dtype: np.dtype[Any]) -> Array | None:
+    """Bytes (n, width) as (n, values)."""
+    if not rows.shape[1]:
+        return None
+    whole = namespace(rows).ascontiguousarray(rows).reshape(-1)
+    return whole.view(dtype).reshape(len(rows), rows.shape[1] // dtype.itemsize)
+
+
+def _scale_places(part: GroupedPart, route: Route, side: str, count: int) -> Array:
+    """Where in part.scales those of each row lie: (count, blocks); of rows of no member those of row 0.
+
+    side  "lengths" or "sizes": of which of the route the part's members are
+    """
+    blocks, pad = part.format.storage.num_scales((1, part.layout.each))[1], part.layout.scales
+    return route.remembered((side, blocks, pad), lambda: _find_scales(part, getattr(route, side), count))
+
+
+def _find_scales(part: GroupedPart, lengths: Array, count: int) -> Array:
     span, blocks = part.layout.scales, part.format.storage.num_scales((1, part.layout.each))[1]
     assert span is not None
     row, run, _ = _runs(lengths, count)
@@ -263,6 +343,14 @@ def _member_sizes(lengths: Array, capacity: int) -> Sizes:
     if isinstance(lengths, np.ndarray):
         return Sizes.known(lengths, capacity)
     return Sizes(len(lengths), None, None, lengths, "int64", capacity)
+
+
+def _group_to_fill(format: Format, k: int, sizes: Sizes, module: Any) -> GroupedPart:
+    """A group of rows whose codes are not written yet; the rest of it is zero."""
+    layout = layout_of(format, "outer", k, sizes)
+    base = module.empty(layout.nbytes, np.uint8)
+    base[layout.codes_nbytes :] = 0
+    return GroupedPart(format, layout, sizes, memory_of(base), format.measures_amax)
 
 
 # --- dispatch and combine -----------------------------------------------------------------------
@@ -289,28 +377,30 @@ def dispatch(
     record = Record(wanted, x.shape[1])
     with on_device(x.device):
         module, per_expert = namespace(x), None
-        slots = route.order // max(route.top, 1)
+        tokens, chosen = route.tokens_leaving, route.leaving
         if weights is not None:
-            x = _weighted(x[slots], weights, route)
-            slots = module.arange(len(slots))
+            x = _weighted(take_rows(bytes_of(x), route.slot_tokens).view(x.dtype), weights, route)
+            tokens = chosen
         if wanted.measures_amax:
-            rows, per_expert = _by_expert(x[slots], route, ranks, record)
+            if weights is None:
+                x = take_rows(bytes_of(x), route.slot_tokens).view(x.dtype)
+            per_expert, scales = _by_expert(x, route, ranks, record)
+            codes, extra, tokens = _padded(per_expert.memory, len(x), record), record.pack(scales, None), chosen
         else:
-            part = ops.quantize(x, rowwise=wanted).part("rowwise")
-            rows = record.pack(slots, part.codes, part.scales, part.global_scale)
-        arrived = _send(rows, route, ranks)
-        sizes = route.sizes
-        group = zeros_group(wanted, "outer", x.shape[1], _member_sizes(sizes, len(arrived)), module)
-        codes, scales, globals_ = record.unpack(arrived)
-        group.codes[...] = codes
-        if route.capacity:  # rows of no expert become zero, as bytes: 0 times NaN is NaN
-            stored = group.base[: group.layout.codes_nbytes].reshape(len(arrived), -1)
-            stored *= route.is_there[:, None]
-        if scales.size:
-            group.scales[_scale_places(group, sizes, len(arrived))] = scales
-        if globals_.size:
-            assert group.global_scale is not None
-            group.global_scale[...] = globals_[:, 0]
+            part = ops.quantize(x, rowwise=wanted).part("rowwise").packed()
+            codes, extra = _padded(memory_of_part(part), len(x), record), record.pack(part.scales, part.global_scale)
+        arrived = _send(take_rows(codes, tokens), route, ranks)
+        count = route.arriving
+        group = _group_to_fill(wanted, x.shape[1], _member_sizes(route.sizes, count), module)
+        take_rows(arrived, route.sources, block(group.memory, 0, (count, record.pitch), module))
+        if extra is not None:
+            found = _send(take_rows(extra, tokens), route, ranks)
+            scales, globals_ = record.unpack(take_rows(found, route.places))
+            if scales is not None and count:
+                group.scales[_scale_places(group, route, "sizes", count)] = scales
+            if globals_ is not None:
+                assert group.global_scale is not None
+                group.global_scale[...] = globals_[:, 0]
         if per_expert is not None:
             mine = slice(ranks.rank * route.num_local, (ranks.rank + 1) * route.num_local)
             for name in ("scales", "global_scale", "amax"):
@@ -334,8 +424,13 @@ def _as_weights(weights: Any, route: Route) -> Array:
     return weights.astype(np.float32, copy=False)
 
 
-def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tuple[Array, GroupedPart]:
-    """Records of the sorted slots by the amax that each expert has on all ranks, and the part with these amaxes."""
+def _padded(memory: Any, count: int, record: Record) -> Array:
+    """Rows of codes with their padding, as bytes; memory of a part."""
+    return block(memory, 0, (count, record.pitch), np if isinstance(memory, np.ndarray) else namespace(memory))
+
+
+def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tuple[GroupedPart, Array | None]:
+    """The sorted slots quantized by the amax that each expert has on all ranks, and each row's scales."""
     lengths = route.lengths
     rows = _member_sizes(lengths, len(slots))
     sizes: Any = rows.values if rows.is_known else lengths
@@ -349,8 +444,8 @@ def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tupl
     assert isinstance(part, GroupedPart)
     scales = None
     if part.layout.scales is not None:
-        scales = part.scales[_scale_places(part, lengths, len(slots))]
-    return record.pack(namespace(slots).arange(len(slots)), part.codes, scales, None), part
+        scales = part.scales[_scale_places(part, route, "lengths", len(slots))]
+    return part, scales
 
 
 def combine(
@@ -390,26 +485,23 @@ def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = 
                          f"row, or None")
     record = Record(wanted, y.shape[1])
     with on_device(y.device):
-        module = namespace(y)
         shape = (route.tokens, route.top, y.shape[1])
         if format is None:
-            rows = module.ascontiguousarray(y).reshape(-1).view(np.uint8).reshape(len(y), y.shape[1] * y.itemsize)
-            return _send_back(rows, route, ranks).reshape(-1).view(y.dtype).reshape(shape)
-        part = ops.quantize(y, rowwise=wanted).part("rowwise")
-        rows = record.pack(module.arange(len(y)), part.codes, part.scales, part.global_scale)
-        codes, scales, globals_ = record.unpack(_send_back(rows, route, ranks))
-        arrived = zeros_part(wanted, (len(codes), y.shape[1]), module)
-        _fill(arrived, codes, scales, globals_)
+            return _send_back(bytes_of(y), route, ranks).view(y.dtype).reshape(shape)
+        part = ops.quantize(y, rowwise=wanted).part("rowwise").packed()
+        extra = record.pack(part.scales, part.global_scale)
+        codes = _send_back(_padded(memory_of_part(part), len(y), record), route, ranks)
+        arrived = zeros_part(wanted, (len(codes), y.shape[1]), namespace(y))
+        _padded(memory_of_part(arrived), len(codes), record)[...] = codes
+        if extra is not None:
+            scales, globals_ = record.unpack(_send_back(extra, route, ranks))
+            if scales is not None:
+                arrived.scales[...] = scales
+            if globals_ is not None:
+                assert arrived.global_scale is not None
+                arrived.global_scale[...] = globals_[:, 0]
         return HybridArray(arrived, dtype=dtype).dequantize().reshape(shape)
 
 
-def _fill(part: QuantizedArray, codes: Array, scales: Array, globals_: Array) -> None:
-    part.codes[...] = codes
-    if scales.size:
-        part.scales[...] = scales
-    if globals_.size:
-        assert part.global_scale is not None
-        part.global_scale[...] = globals_[:, 0]
-
-
-__all__ = ["Record", "Route", "can_travel", "combine", "dispatch", "make_route", "returned", "weighted_sum"]
+__all__ = ["Record", "Route", "can_travel", "combine", "dispatch", "make_route", "returned", "take_rows",
+           "weighted_sum"]

@@ -6,11 +6,10 @@ all_gather of these is hq.quantize(whole), byte for byte, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
+from math import lcm
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
@@ -18,15 +17,15 @@ import numpy as np
 
 from hqarray import ops
 from hqarray.arrays import DIRECTIONS, Direction, HybridArray, QuantizedArray
-from hqarray.buffers import Packed
 from hqarray.formats import Format, as_format
-from hqarray.grouped_parts import on_device
-from hqarray.inputs import Slots, as_array, expect_one_amax
-from hqarray.layout import Array, PartLayout, namespace, part_layout
+from hqarray.grouped_parts import memory_of, on_device
+from hqarray.inputs import Slots, as_amax, as_array, as_draws, backend_of, expect_one_amax
+from hqarray.layout import Array, namespace, part_layout
 from hqarray.philox import Draws
 from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
 from .distributed import as_ranks, exchange
+from .pieces import Move, block, has_scales_of_pieces, memory_of_part, move, moves, scalars, whole_part
 
 AXES = ("rows", "columns")
 
@@ -198,7 +197,10 @@ def _amax_of_all(values: Array, formats: dict[Direction, Format], amax: Any, ran
     if amax is not None:
         return amax
     direction, format = needing[0]
-    measured = ops.amax(values if direction == "rowwise" else values.T, format)
+    if format.storage.rht:
+        measured = ops.amax(values if direction == "rowwise" else values.T, format)
+    else:
+        measured = backend_of(values).amax(values)
     ranks.all_reduce_max(measured)
     return measured
 
@@ -236,85 +238,86 @@ def all_gather(
 
 def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedArray:
     """A part of the whole; sharding is that of the (outer, k) matrix."""
-    _expect_no_cut({"rowwise": part.format}, sharding)
+    format = part.format
+    _expect_no_cut({"rowwise": format}, sharding)
     with on_device(part.device):
-        part = part.packed()
-        whole = _allocate(part.format, sharding.shape, namespace(part.codes), part.amax is not None)
-        ours, all_ = part.buffers, whole.buffers
-        assert isinstance(ours, Packed) and isinstance(all_, Packed)
-        layouts = [part_layout(part.format.storage, sharding.piece_shape(i)) for i in range(ranks.size)]
-        is_outer = sharding.axis == 0
-        if is_outer:
-            outer = sharding.shape[0]
-            ranks.all_gather(ours.padded_codes[: part.shape[0]], all_.padded_codes[:outer], sharding.sizes)
-        if not is_outer or _has_scales_of_pieces(part.format):
-            starts = [layout.scales_offset if is_outer else 0 for layout in layouts]
-            sizes = [layout.nbytes - start for layout, start in zip(layouts, starts, strict=True)]
-            mine = ours.base[starts[ranks.rank] :]
-            messages = namespace(mine).empty(sum(sizes), mine.dtype)
-            ranks.all_gather(mine, messages, sizes)
-            _put_in_place(whole, messages, starts, layouts, list(pairwise(sharding.borders)), sharding.axis)
-        _put_scalars(whole, part)
+        part, module = part.packed(), namespace(part.codes)
+        whole = whole_part(format, sharding.shape, module, part.amax is not None)
+        pieces = _chunks(format, sharding, 1)[0]
+        ours, all_ = memory_of_part(part), memory_of_part(whole)
+        if sharding.axis == 0:
+            mine, codes = (block(memory, 0, (rows, pieces.pitch), module)
+                           for memory, rows in ((ours, part.shape[0]), (all_, sharding.shape[0])))
+            ranks.all_gather(mine, codes, sharding.sizes)
+        if sharding.axis == 1 or has_scales_of_pieces(format):
+            messages, start = module.empty(pieces.ends[-1], np.uint8), pieces.starts[ranks.rank]
+            mine = block(ours, start, (pieces.sizes[ranks.rank],), module)
+            ranks.all_gather(mine, messages, pieces.sizes)
+            pieces.put(all_, memory_of(messages), 0)
+        _put_scalars(all_, ours, scalars(format, part.shape, sharding.shape))
     return whole
 
 
-def _put_scalars(whole: QuantizedArray, part: QuantizedArray) -> None:
-    """Scales of the whole matrix, which are equal on all ranks."""
-    for name in ("scales", "global_scale", "amax"):
-        target, source = getattr(whole, name), getattr(part, name)
-        if target is not None and not _is_of_pieces(whole.format, name):
-            target[...] = source
+def _put_scalars(whole: Any, piece: Any, wanted: Move | None) -> None:
+    """What belongs to the whole matrix, and is equal on all ranks."""
+    if wanted is not None:
+        move(whole, piece, 0, (wanted,))
 
 
-def _is_of_pieces(format: Format, name: str) -> bool:
-    """Whether scales, or global scales, are those of blocks or rows, and not of the matrix."""
-    storage = format.storage
-    return storage.block is not None if name == "scales" else name == "global_scale" and storage.global_per_row
+class _Chunk(NamedTuple):
+    """One chunk of each rank's piece of an (outer, k) matrix.
+
+    places  first and last row (axis 1: column) in the whole
+    own     the same in the piece
+    pitch   bytes from one row of codes to the next
+    starts  byte of the chunk's buffer where what is put in place begins: its scales, along axis 1 its codes
+    sizes   bytes from there on
+    ends    where these lie in what arrives
+    moves   into the whole
+    """
+
+    places: list[tuple[int, int]]
+    own: list[slice]
+    pitch: int
+    starts: list[int]
+    sizes: list[int]
+    ends: list[int]
+    moves: list[tuple[Move, ...]]
+
+    def put(self, whole: Any, arrived: Any, offset: int) -> None:
+        """Put what arrived, from a byte of a buffer on, in place."""
+        for start, end, wanted in zip(self.starts, self.ends, self.moves, strict=False):
+            move(whole, arrived, offset + end - start, wanted)
 
 
-def _has_scales_of_pieces(format: Format) -> bool:
-    return _is_of_pieces(format, "scales") or _is_of_pieces(format, "global_scale")
+@lru_cache(maxsize=1024)
+def _chunks(format: Format, sharding: Sharding, count: int) -> list[_Chunk]:
+    """Chunks that begin on whole blocks, and of long pieces on 128 rows, so that copies of scales are aligned.
 
-
-def _allocate(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
-    """A part whose padding is zero; its codes are not where they have none."""
-    layout = part_layout(format.storage, shape)
-    codes = layout.codes
-    base = module.empty(layout.nbytes, np.uint8)
-    is_full = (codes.outer, codes.columns) == (codes.rows, codes.pitch)
-    base[codes.nbytes if is_full else 0 :] = 0
-    return QuantizedArray(format, shape, Packed.of(base, layout, format.storage.global_scale, has_amax))
-
-
-def _put_in_place(
-    whole: QuantizedArray, messages: Array, starts: Sequence[int], layouts: Sequence[PartLayout],
-    places: Sequence[tuple[int, int]], axis: int,
-) -> None:
-    """Pieces that arrived one behind another, each from byte `start` of its buffer on, into their places."""
-    storage, end = whole.format.storage, 0
-    codes, scales, globals_ = whole.codes, whole.scales, whole.global_scale
-    for start, layout, (first, last) in zip(starts, layouts, places, strict=True):
-        piece, end = messages[end : end + layout.nbytes - start], end + layout.nbytes - start
-        if first == last:
-            continue
-        if axis == 1:
-            own, column = layout.codes, first * layout.codes.stored_bits // (8 * layout.codes.itemsize)
-            padded = piece[: own.nbytes].view(codes.dtype).reshape(own.rows, own.pitch)
-            codes[:, column : column + own.columns] = own.view(padded)
-        if storage.block is not None:
-            tiles = _segment(piece, layout.scales_offset - start, layout.scales_shape, scales.dtype)
-            own_scales = layout.scales.untile(tiles, *layout.num_scales)
-            block = first // storage.block[axis]
-            blocks = slice(block, block + own_scales.shape[axis])
-            scales[(blocks, slice(None)) if axis == 0 else (slice(None), blocks)] = own_scales
-        if storage.global_per_row and globals_ is not None:
-            count = layout.num_global_scales
-            rows = slice(first, first + count) if axis == 0 else slice(None)  # along k one piece is whole rows
-            globals_[rows] = _segment(piece, layout.global_scale_offset - start, (count,), globals_.dtype)
-
-
-def _segment(memory: Array, offset: int, shape: tuple[int, ...], dtype: Any) -> Array:
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    Each is twice as long as the one before: quantizing is at least twice as fast as sending, so that the next chunk is
+    ready when the link is, and the link waits for the shortest alone.
+    """
+    axis, shape = sharding.axis, sharding.shape
+    aligned = shard_alignment(rowwise=format)[axis]
+    cuts = []
+    for size in sharding.sizes:
+        step = lcm(aligned, 128) if size >= 128 << count else aligned
+        cuts.append([min(size, -(-size // step) * (2**i - 1) // (2**count - 1) * step) for i in range(count + 1)])
+    found = []
+    for chunk in range(count):
+        own = [slice(*cut[chunk : chunk + 2]) for cut in cuts]
+        places = [(first + mine.start, first + mine.stop)
+                  for first, mine in zip(sharding.borders, own, strict=False)]
+        layouts = [part_layout(format.storage, (last - first, shape[1]) if axis == 0 else (shape[0], last - first))
+                   for first, last in places]
+        starts = [layout.scales_offset if axis == 0 else 0 for layout in layouts]
+        sizes = [layout.nbytes - start for layout, start in zip(layouts, starts, strict=True)]
+        codes = layouts[0].codes
+        found.append(_Chunk(
+            places, own, codes.pitch * codes.itemsize, starts, sizes, [0, *accumulate(sizes)],
+            [moves(format, shape, place, axis) for place in places],
+        ))
+    return found
 
 
 # --- both ---------------------------------------------------------------------------------------
@@ -342,90 +345,69 @@ def quantize_all_gather(
     given = rowwise if sharding.axis == 0 else columnwise
     if chunks < 1:
         raise ValueError(f"chunks={chunks}: 1 or more")
-    if chunks == 1 or given is None or None not in (rowwise, columnwise):
+    if given is None or None not in (rowwise, columnwise) or isinstance(amax, Slots):
         piece = quantize_sharded(
             values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
         )
         return all_gather(piece, sharding, ranks)
     sharding.expect(values.shape, ranks, "the piece")
-    format = as_format(given).resolve(ops._nominal(values.dtype))
+    nominal = ops._nominal(values.dtype)
+    format = as_format(given).resolve(nominal)
     _expect_no_cut({direction: format}, sharding)
+    if amax is not None:
+        amax = as_amax(amax, [format], values)
+    draws = as_draws(seed, [format], values)
     with on_device(values.device):
-        whole = _gather_chunks(values, sharding, ranks, direction, format, (amax, seed), chunks)
+        amax = _amax_of_all(values, {direction: format}, amax, ranks)
+        whole = _gather_chunks(values, sharding, ranks, direction, format, (amax, draws), chunks)
     parts: dict[str, Any] = {direction: whole}
-    return HybridArray(**parts, shape=sharding.shape, dtype=ops._nominal(values.dtype))
-
-
-class _Chunk(NamedTuple):
-    """One chunk of each rank's piece: places in the whole, places in the piece, and how parts of them lie.
-
-    starts  bytes of each part's buffer ahead of its scales
-    ends    where the scales of each rank lie in what arrives
-    """
-
-    places: list[tuple[int, int]]
-    own: list[slice]
-    layouts: list[PartLayout]
-    starts: list[int]
-    ends: list[int]
-
-
-@lru_cache(maxsize=1024)
-def _chunks(format: Format, sharding: Sharding, count: int) -> list[_Chunk]:
-    """Chunks that begin on whole blocks, of a part whose rows are cut.
-
-    Each is twice as long as the one before: quantizing is at least twice as fast as sending, so that the next chunk is
-    ready when the link is, and the link waits for the shortest alone.
-    """
-    k, step = sharding.shape[1 - sharding.axis], shard_alignment(rowwise=format)[0]
-    cuts = [[min(size, -(-size // step) * (2**i - 1) // (2**count - 1) * step) for i in range(count + 1)]
-            for size in sharding.sizes]
-    found = []
-    for chunk in range(count):
-        own = [slice(*cut[chunk : chunk + 2]) for cut in cuts]
-        places = [(first + mine.start, first + mine.stop)
-                  for first, mine in zip(sharding.borders, own, strict=False)]
-        layouts = [part_layout(format.storage, (last - first, k)) for first, last in places]
-        starts = [layout.scales_offset for layout in layouts]
-        sizes = [layout.nbytes - start for layout, start in zip(layouts, starts, strict=True)]
-        found.append(_Chunk(places, own, layouts, starts, [0, *accumulate(sizes)]))
-    return found
+    return HybridArray(**parts, shape=sharding.shape, dtype=nominal)
 
 
 def _gather_chunks(
-    values: Array, sharding: Sharding, ranks: Any, direction: Direction, format: Format, given: tuple[Any, Any],
-    count: int,
+    values: Array, sharding: Sharding, ranks: Any, direction: Direction, format: Format,
+    given: tuple[Array | None, Draws | None], count: int,
 ) -> QuantizedArray:
-    """The part of the whole, whose rows are cut. given: amax and seed."""
-    axis, module, (amax, seed) = sharding.axis, namespace(values), given
-    amax = _amax_of_all(values, {direction: format}, amax, ranks)
-    shape = sharding.shape if axis == 0 else sharding.shape[::-1]
-    whole, part = _allocate(format, shape, module, format.measures_amax), None
-    target, travelling, has_scales = whole.buffers, [], _has_scales_of_pieces(format)
-    assert isinstance(target, Packed)
-    codes = target.padded_codes
-    for chunk in _chunks(format, sharding, count):
-        mine, (first, _) = chunk.own[ranks.rank], chunk.places[ranks.rank]
-        draws = None if seed is None else Draws(seed, first=(first, 0) if axis == 0 else (0, first))
-        array = ops.quantize(
-            values[mine] if axis == 0 else values[:, mine], **_named({direction: format}), amax=amax, seed=draws
-        )
-        part = array.part(direction)
-        own, arriving = part.buffers, None
-        assert isinstance(own, Packed)
-        messages = [(own.padded_codes[: mine.stop - mine.start], [codes[a:b] for a, b in chunk.places])]
-        if has_scales:
-            arriving = module.empty(chunk.ends[-1], np.uint8)
-            tail = own.base[chunk.starts[ranks.rank] :]
-            messages.append((tail, [arriving[a:b] for a, b in pairwise(chunk.ends)]))
-        travelling.append((ranks.start_spread(messages), arriving, chunk))
-    for finish, arriving, chunk in travelling:
+    """The part of the whole, whose rows are cut. given: amax and draws."""
+    (amax, draws), by_rows = given, direction == "rowwise"
+    own = sharding if by_rows else _turned(sharding)
+    module, backend, pair = namespace(values), backend_of(values), (format, None) if by_rows else (None, format)
+    chunks, rank, whole = _chunks(format, own, count), ranks.rank, None
+    total = [0, *accumulate(chunk.ends[-1] for chunk in chunks)]
+    travelling, arrived = [], None
+    for chunk, offset in zip(chunks, total, strict=False):
+        mine, (first, last) = chunk.own[rank], chunk.places[rank]
+        if draws is not None:
+            draws = Draws(draws.seed, first=(first, 0) if by_rows else (0, first))
+        chosen = values[mine] if by_rows else values[:, mine]
+        part = backend.quantize_parts(chosen, *pair, None, amax, draws)[0 if by_rows else 1]
+        if whole is None:  # the first kernel is under way
+            whole = whole_part(format, own.shape, module, format.measures_amax)
+            target = memory_of_part(whole)
+            if has_scales_of_pieces(format):
+                arrived = memory_of(module.empty(total[-1], np.uint8))
+        memory, pitch = memory_of_part(part), chunk.pitch
+        messages = [(block(memory, 0, (last - first, pitch), module),
+                     [block(target, a * pitch, (b - a, pitch), module) for a, b in chunk.places])]
+        if arrived is not None:
+            messages.append((
+                block(memory, chunk.starts[rank], (chunk.sizes[rank],), module),
+                [block(arrived, offset + end, (size,), module)
+                 for end, size in zip(chunk.ends, chunk.sizes, strict=False)],
+            ))
+        travelling.append((ranks.start_spread(messages), chunk, offset))
+    for finish, chunk, offset in travelling:
         finish()
-        if arriving is not None:
-            _put_in_place(whole, arriving, chunk.starts, chunk.layouts, chunk.places, 0)
-    assert part is not None
-    _put_scalars(whole, part)
+        if arrived is not None:
+            chunk.put(target, arrived, offset)
+    assert whole is not None
+    _put_scalars(target, memory, scalars(format, part.shape, own.shape))
     return whole
+
+
+@lru_cache(maxsize=1024)
+def _turned(sharding: Sharding) -> Sharding:
+    return sharding.T
 
 
 __all__ = ["Sharding", "all_gather", "quantize_all_gather", "quantize_sharded"]

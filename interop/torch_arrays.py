@@ -133,6 +133,8 @@ def emptied(part: QuantizedArray | GroupedPart) -> tuple[Any, Any]:
 
 def filled(hollow: Any, tensor: Any) -> Any:
     """The part over the bytes of a tensor; inverse of emptied."""
+    if tensor.is_cuda and tensor.data_ptr() & 255:  # a hook on saved tensors put them where GEMMs do not read
+        tensor = tensor.clone()
     memory = _cuda().pointer_to(tensor) if tensor.is_cuda else tensor.numpy()
     if isinstance(hollow, GroupedPart):
         return replace(hollow, memory=memory)

@@ -135,19 +135,19 @@ def _stream_handle(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
 
 
-_current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 """Torch's current stream of a device; as torch's own compiler asks for it, since making the object takes 2 us."""
 
 
 @cache
-def _bytes_of_device(device: int) -> Callable[..., Any]:
-    """Makes a tensor of bytes on a device; a tensor's new_empty is a microsecond faster than torch.empty."""
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").new_empty  # type: ignore[no-any-return]
+def maker(device: int, dtype: Any = torch.uint8) -> Callable[..., Any]:
+    """Makes tensors on a device; a tensor's new_empty is a microsecond faster than torch.empty."""
+    return torch.empty(0, dtype=dtype, device=f"cuda:{device}").new_empty  # type: ignore[no-any-return]
 
 
 def _allocate(nbytes: int) -> Any:
     """CuPy's allocator by torch's: memory of the current device, in the order of torch's current stream."""
-    return MemoryPointer(TorchMemory(_bytes_of_device(getDevice())(nbytes), nbytes), 0)
+    return MemoryPointer(TorchMemory(maker(getDevice())(nbytes), nbytes), 0)
 
 
 class OnTorch:
@@ -161,7 +161,7 @@ class OnTorch:
     def __enter__(self) -> None:
         self.outer = _on_device(self.device)
         self.outer.__enter__()
-        self.stream = _stream(_current(self.device), self.device)
+        self.stream = _stream(current_stream(self.device), self.device)
         self.stream.__enter__()
         self.allocator = using_allocator(_allocate)
         self.allocator.__enter__()
@@ -182,7 +182,7 @@ def bytes_of(memory: Any, nbytes: int) -> Any:
 
 def order(device: int, *, torch_first: bool) -> None:
     """Make CuPy's current stream wait for torch's, or torch's for CuPy's, where they are two; the host goes on."""
-    cupys, torchs = get_current_stream(device).ptr, _current(device)
+    cupys, torchs = get_current_stream(device).ptr, current_stream(device)
     if cupys == torchs or (cupys in LEGACY and torchs in LEGACY):
         return
     first, second = (torchs, cupys) if torch_first else (cupys, torchs)

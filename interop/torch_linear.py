@@ -7,7 +7,8 @@ bytes) is saved with save_for_backward, so that hooks, checkpointing and the rel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch  # noqa: TID253  this module names torch
@@ -19,8 +20,8 @@ from hqarray.gemm import result_dtype
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_ops import grouped_quantize
 from hqarray.layout import Array
-from hqarray.linear import amax_of, check_amaxes, seed_of
-from hqarray.recipes import Recipe, Role, as_recipe
+from hqarray.linear import STEP, amax_of, check_amaxes
+from hqarray.recipes import ROLES, Recipe, Role, as_recipe
 
 from .torch_arrays import NUMPY_DTYPES, TORCH_DTYPES, as_array, emptied, filled, on_torch
 
@@ -50,14 +51,19 @@ def linear(x: Any, w: Any, recipe: Recipe | Format | str, bias: Any = None, *, a
     if torch.compiler.is_compiling():
         return _eager_linear(x, w, recipe, bias, amax=amax)
     _expect_no_transform()
+    if isinstance(amax, torch.Tensor):
+        amax = as_array(amax)
+    request = _Request(recipe, amax, *_kept(x, w, recipe, bias, amax))
+    if request.step is not None:  # what is checked below was checked when it was made
+        return _Linear.apply(x, w, bias, request)
     recipe = as_recipe(recipe)
     x, w, bias = _checked(x, w, bias)
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[1]:
         raise ValueError(f"linear needs x (..., k) and w (n, k), these are {tuple(x.shape)} and {tuple(w.shape)}")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"bias must have shape {(w.shape[0],)}, it has {tuple(bias.shape)}")
-    amax = _amaxes(recipe, amax, 1)
-    return _Linear.apply(x, w, bias, recipe, amax, torch.is_grad_enabled())
+    check_amaxes(recipe, amax)
+    return _Linear.apply(x, w, bias, request)
 
 
 def grouped_linear(
@@ -91,7 +97,9 @@ def grouped_linear(
     count = len(host) if kept is None else len(kept)
     if count != w.shape[0]:
         raise ValueError(f"grouped_linear has {count} sizes and {w.shape[0]} weights; give one size for each")
-    amax = _amaxes(recipe, amax, count)
+    if isinstance(amax, torch.Tensor):
+        amax = as_array(amax)
+    check_amaxes(recipe, amax, count)
     return _GroupedLinear.apply(x, w, bias, kept, host, recipe, amax, torch.is_grad_enabled())
 
 
@@ -154,28 +162,22 @@ def _result_type(x: Any, w: Any) -> Any:
     return x if x == w and x != torch.float64 else TORCH_DTYPES[result_dtype(NUMPY_DTYPES[x], NUMPY_DTYPES[w])]
 
 
-def _seed(recipe: Recipe, device: Any) -> Any:
-    """int64 (1,) from torch's generator; None of a recipe that rounds to nearest."""
+def _seeds(recipe: Recipe, device: Any) -> Any:
+    """int64 (3,), of x, w and dy, mod 2^64, from one number that torch draws; None where all is rounded to nearest."""
     if not any(format.is_stochastic for format in recipe.formats):
         return None
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+    return seed + torch.arange(len(ROLES), dtype=torch.int64, device=device) * (STEP - (1 << 64))  # as linear.seed_of
 
 
-def _amaxes(recipe: Recipe, amax: Any, num_groups: int) -> Any:
-    """The amaxes that were given, checked: slots, an array of them or None."""
-    if isinstance(amax, torch.Tensor):
-        amax = as_array(amax)
-    check_amaxes(recipe, amax, num_groups)
-    return amax
-
-
-def _given(recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool, columns: bool) -> dict[str, Any]:
-    """Keywords of quantize for the parts of an operand that are read; seed is a tensor."""
+def _given(recipe: Recipe, role: Role, seeds: Any, amax: Any, *, rows: bool, columns: bool) -> dict[str, Any]:
+    """Keywords of quantize for the parts of an operand that are read; seeds are a tensor."""
     row, column = recipe[role]
     formats = [format for format, read in ((row, rows), (column, columns)) if read]
     given: dict[str, Any] = {"rowwise": row if rows else None, "columnwise": column if columns else None}
-    if seed is not None and any(format.is_stochastic for format in formats):
-        given["seed"] = seed_of(role, as_array(seed))
+    if seeds is not None and any(format.is_stochastic for format in formats):
+        number = ROLES.index(role)
+        given["seed"] = as_array(seeds)[number : number + 1]
     if amax is not None and any(format.measures_amax for format in formats):
         given["amax"] = amax_of(role, amax)
     return given
@@ -185,35 +187,84 @@ def _given(recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool, colu
 
 
 def _quantized(
-    tensor: Any, recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool = True, columns: bool
+    tensor: Any, recipe: Recipe, role: Role, seeds: Any, amax: Any, *, rows: bool = True, columns: bool
 ) -> HybridArray:
     """An operand, in the directions that are read; rows are made besides where columns come from them."""
     derived = columns and role in recipe.from_rows
-    given = _given(recipe, role, seed, amax, rows=rows or derived, columns=columns)
+    given = _given(recipe, role, seeds, amax, rows=rows or derived, columns=columns)
     if derived:
         given["columnwise_source"] = recipe.source(role)
     return ops.quantize(as_array(tensor), **given)
 
 
+class _Request(NamedTuple):
+    """What linear was asked beside its tensors.
+
+    recipe  as it was given
+    needs   whether gradients of x and w will be asked for
+    key     of what is kept for calls of this kind; None where nothing is
+    step    what is kept: torch_steps.Forward
+    """
+
+    recipe: Any
+    amax: Any
+    needs: tuple[bool, bool]
+    key: Any
+    step: Any
+
+
+def _kept(x: Any, w: Any, recipe: Any, bias: Any, amax: Any) -> tuple[tuple[bool, bool], Any, Any]:
+    """needs, key and step of a _Request."""
+    if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
+        return (False, False), None, None  # and will be refused
+    records = torch.is_grad_enabled()
+    needs = (records and x.requires_grad, records and w.requires_grad)
+    if not x.is_cuda:
+        return needs, None, None
+    key = _torch_steps().key_of(x, w, recipe, bias, amax, needs)
+    return needs, key, _torch_steps().find(key)
+
+
+@cache
+def _torch_steps() -> Any:
+    """It needs CuPy."""
+    from hqarray.interop import torch_steps
+
+    return torch_steps
+
+
 class _Linear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, x: Any, w: Any, bias: Any, recipe: Recipe, amax: Any, records: bool) -> Any:
-        needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
-        seed = _seed(recipe, x.device)
+    def forward(ctx: Any, x: Any, w: Any, bias: Any, request: _Request) -> Any:
+        step, amax = request.step, request.amax
+        ctx.recipe = recipe = as_recipe(request.recipe) if step is None else step.recipe
+        ctx.amax, ctx.step, ctx.shape = amax, step, x.shape
+        ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
+        seeds = _seeds(recipe, x.device) if step is None or step.draws else None
+        if step is not None:
+            done = step.run(x, w, bias, seeds, amax)
+            if done is not None:
+                y, memory = done
+                ctx.hollow = step.hollow
+                ctx.save_for_backward(*memory, seeds)
+                return y
+        needs_x, needs_w = request.needs
         with on_torch(x.device):
-            hx = _quantized(x, recipe, "input", seed, amax, columns=needs_w)
-            hw = _quantized(w, recipe, "weight", seed, amax, columns=needs_x)
+            hx = _quantized(x, recipe, "input", seeds, amax, columns=needs_w)
+            hw = _quantized(w, recipe, "weight", seeds, amax, columns=needs_x)
             y, out = _empty((*x.shape[:-1], w.shape[0]), _result_type(x.dtype, w.dtype), x.device)
-            ops.matmul(hx, hw.T, out=out, bias=None if bias is None else as_array(bias))
-            parts = (hx.columnwise, hw.columnwise)
-            _save(ctx, parts, (seed,))
-        ctx.recipe, ctx.amax, ctx.shape, ctx.dtypes = recipe, amax, tuple(x.shape), (hx.dtype, hw.dtype)
-        ctx.types = (x.dtype, w.dtype, None if bias is None else bias.dtype)
+            added = None if bias is None else as_array(bias)
+            ops.matmul(hx, hw.T, out=out, bias=added)
+            _save(ctx, (hx.columnwise, hw.columnwise), (seeds,))
+            if request.key is not None and not recipe.from_rows:
+                ctx.step = _torch_steps().keep_forward(
+                    request, recipe, (as_array(x), as_array(w)), (hx, hw), out, added, ctx.hollow, y
+                )
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_linear_gradients, ctx, dy), None, None, None)
+        return (*_backward(_linear_gradients, ctx, dy), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -222,39 +273,57 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
 
 def _linear_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    dx = dw = db = None
-    k, n = ctx.shape[-1], dy.shape[-1]
+    dx, dw = _products(ctx, dy, needs_x, needs_w) if needs_x or needs_w else (None, None)
+    db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.types[2]) if needs_bias else None
+    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1]), db
+
+
+def _products(ctx: Any, dy: Any, needs_x: bool, needs_w: bool) -> Any:
+    """Gradients of x and w, each None where it is not needed."""
+    step, saved = ctx.step, ctx.saved_tensors  # which checkpointing lets be asked for once
+    if step is not None:
+        done = step.run_backward(dy, (needs_x, needs_w), saved, ctx.amax)
+        if done is not None:
+            return done
+    dx = dw = first = second = None
+    k, n, dtypes = ctx.shape[-1], dy.shape[-1], [_nominal(dtype) for dtype in ctx.types[:2]]
     with on_torch(dy.device):
-        x, w, seed = _saved(ctx)
-        if needs_x or needs_w:
-            hdy = _quantized(dy, ctx.recipe, "grad_output", seed, ctx.amax, rows=needs_x, columns=needs_w)
+        x, w, seeds = _restored(ctx, saved)
+        hdy = _quantized(dy, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)
         if needs_x:
             dx, out = _empty(ctx.shape, ctx.types[0], dy.device)
-            ops.matmul(hdy, HybridArray(None, w, dtype=ctx.dtypes[1]), out=out)
+            first = hdy, HybridArray(None, w, dtype=dtypes[1]), out
+            ops.matmul(*first[:2], out=out)
         if needs_w:
             dw, out = _empty((n, k), ctx.types[1], dy.device)
-            ops.matmul(hdy.reshape(-1, n).T, HybridArray(None, x, dtype=ctx.dtypes[0]), out=out)
-    if needs_bias:
-        db = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.types[2])
-    return _of_type(dx, ctx.types[0]), _of_type(dw, ctx.types[1]), db
+            second = hdy.reshape(-1, n).T, HybridArray(None, x, dtype=dtypes[0]), out
+            ops.matmul(*second[:2], out=out)
+        if step is not None:
+            step.keep_backward(dy, (needs_x, needs_w), as_array(dy), hdy, (first, second), (dx, dw), ctx.amax)
+    return dx, dw
+
+
+def _nominal(dtype: Any) -> np.dtype[Any]:
+    """That of an array quantized from a tensor of torch's dtype."""
+    return np.dtype(np.float32) if dtype == torch.float64 else NUMPY_DTYPES[dtype]
 
 
 # --- groups -------------------------------------------------------------------------------------
 
 
 def _group(
-    tensor: Any, sizes: Any, recipe: Recipe, role: Role, seed: Any, amax: Any, *, rows: bool = True, columns: bool
+    tensor: Any, sizes: Any, recipe: Recipe, role: Role, seeds: Any, amax: Any, *, rows: bool = True, columns: bool
 ) -> GroupedArray:
     """The same of many matrices; sizes are an array, integers, or None of stacked ones."""
     derived = columns and role in recipe.from_rows
     values = as_array(tensor)
     group = grouped_quantize(
-        values, sizes, **_given(recipe, role, seed, amax, rows=rows or derived, columns=columns and not derived)
+        values, sizes, **_given(recipe, role, seeds, amax, rows=rows or derived, columns=columns and not derived)
     )
     if not derived:
         return group
     decoded = group.dequantize(dtype=np.float32).reshape(values.shape)  # type: ignore[union-attr]
-    other = grouped_quantize(decoded, sizes, **_given(recipe, role, seed, amax, rows=False, columns=True))
+    other = grouped_quantize(decoded, sizes, **_given(recipe, role, seeds, amax, rows=False, columns=True))
     return GroupedArray(group.rowwise, other.columnwise, group.rows, group.columns, group.dtype)
 
 
@@ -265,16 +334,16 @@ class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
         records: bool,
     ) -> Any:
         needs_x, needs_w = (records and needed for needed in ctx.needs_input_grad[:2])
-        seed = _seed(recipe, x.device)
+        seeds = _seeds(recipe, x.device)
         with on_torch(x.device):
             given = host if sizes is None else as_array(sizes)
-            gx = _group(x, given, recipe, "input", seed, amax, columns=needs_w)
-            gw = _group(w, None, recipe, "weight", seed, amax, columns=needs_x)
+            gx = _group(x, given, recipe, "input", seeds, amax, columns=needs_w)
+            gw = _group(w, None, recipe, "weight", seeds, amax, columns=needs_x)
             ctx.covers = sizes is None and sum(host) == x.shape[0]
             shape = (x.shape[0], w.shape[1])
             y, out = _empty(shape, _result_type(x.dtype, w.dtype), x.device, zeros=not ctx.covers)
             ops.matmul(gx, gw.T, out=out, bias=None if bias is None else as_array(bias))
-            _save(ctx, (gx.columnwise, gw.columnwise), (seed, sizes))
+            _save(ctx, (gx.columnwise, gw.columnwise), (seeds, sizes))
         ctx.recipe, ctx.amax, ctx.host, ctx.shapes = recipe, amax, host, (tuple(x.shape), tuple(w.shape))
         ctx.axes = (gx.rows, gx.columns, gx.dtype), (gw.rows, gw.columns, gw.dtype)
         ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -293,10 +362,10 @@ def _grouped_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     dx = dw = db = None
     with on_torch(dy.device):
-        x, w, seed, kept = _saved(ctx)
+        x, w, seeds, kept = _restored(ctx, ctx.saved_tensors)
         if needs_x or needs_w:
             sizes = ctx.host if kept is None else as_array(kept)
-            gdy = _group(dy, sizes, ctx.recipe, "grad_output", seed, ctx.amax, rows=needs_x, columns=needs_w)
+            gdy = _group(dy, sizes, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)
         if needs_x:
             dx, out = _empty(ctx.shapes[0], ctx.types[0], dy.device, zeros=not ctx.covers)
             ops.matmul(gdy, GroupedArray(None, w, *ctx.axes[1]), out=out)
@@ -336,9 +405,8 @@ def _save(ctx: Any, parts: Sequence[Any], tensors: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*(memory for _, memory in held), *tensors)
 
 
-def _saved(ctx: Any) -> list[Any]:
-    """What _save was given."""
-    tensors = ctx.saved_tensors
+def _restored(ctx: Any, tensors: Sequence[Any]) -> list[Any]:
+    """What _save was given, of what autograd has kept."""
     count = len(ctx.hollow)
     parts = [None if hollow is None else filled(hollow, tensor)
              for hollow, tensor in zip(ctx.hollow, tensors[:count], strict=True)]

@@ -43,7 +43,7 @@ ALLOWED_SPILLS: dict[tuple[str, str], Spill] = {
     **{(f"quantize {pair} bfloat16", "sm_100a"): _ADDRESSES for pair in ("nvfp4 / -", "nvfp4 / nvfp4")},
     **{(f"quantize {pair} bfloat16", "sm_120a"): _ADDRESSES for pair in (
         "fp8_block_128x128 / fp8_block_128x128", "fp8_block_128x128_pow2 / fp8_block_128x128_pow2", "mxfp8 / mxfp8",
-        "mxfp8_e5m2 / mxfp8_e5m2", "mxfp4 / -", "- / mxfp4", "mxfp4 / mxfp4",
+        "mxfp8_e5m2 / mxfp8_e5m2", "mxfp4 / -", "- / mxfp4", "mxfp4 / mxfp4", "nvfp4 / nvfp4",
     )},
 }
 """By name and architecture. A main kernel that is not here may spill nothing."""

@@ -6,6 +6,16 @@
 
 namespace hq {
 
+// Two floats to two of 16 bits. Conversions make NaN the canonical one of the hardware, all ones without a sign, as the
+// reference does.
+template <class Out>
+HQ_FN u32 narrow_pair(float low, float high) {
+    u32 pair;
+    if (same<Out, BFloat16>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // --- 8-bit elements, and 6-bit ones through them ---
 
 #if __CUDA_ARCH__ >= 890
@@ -91,23 +101,19 @@ HQ_FN u32 encode_e2m1(const float (&value)[8], float half_factor) {
     return word;
 }
 
-// The same, up or down at random: encode_stochastic of codec.py; draws are 16 bits each, two in a word.
-HQ_FN u32 encode_e2m1_at_random(const float (&value)[8], float half_factor, const u32 (&draws)[4]) {
-    int code[8];
+// The same, up or down at random: encode_stochastic of codec.py. A draw is 9 bits, four in a word; sums of float16's bits
+// and draws have 12, of which the upper three are the code. 2^-14 is in the factor, and changes no h: the product has its
+// exponent moved, or is below 2^-126, where h is 0 either way; and what overflows in only one of the two is beyond 6 in both.
+HQ_FN u32 encode_e2m1_at_random(const float (&value)[8], float factor, const u32* draws) {
+    u32 sum[4];  // of values j and j + 4, four bits higher where j is odd
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float a = fabsf(value[i] * half_factor);
-        const u32 draw = i & 1 ? draws[i / 2] >> 9 : draws[i / 2] << 7;
-        const float start = float_of((draw & 0x007FFF80u) | 0x3F800040u);
-        const float twice = __fmaf_rn(a, 4.0f, start), plus2 = __fmaf_rn(a, 2.0f, start + 2.0f);
-        const float lowest = fminf(fminf(twice, plus2), a + (start + 4.0f));
-        code[i] = int(bits_of(__fadd_rz(lowest, 0x1p23f)) - 0x4B000001u);  // truncated, less one
+    for (int j = 0; j < 4; ++j) {
+        const u32 pair = narrow_pair<Float16>(fabsf(value[j]) * factor, fabsf(value[j + 4]) * factor);
+        const u32 most6 = __vminu2(pair, 0x0E000E00u);
+        sum[j] = j & 1 ? 16 * most6 + (draws[j / 2] >> 3 & 0x1FF01FF0u) : most6 + (draws[j / 2] & 0x01FF01FFu);
     }
-    u32 word = 0;
-#pragma unroll
-    for (int i = 6; i >= 0; i -= 2)  // saturates to 7
-        asm("cvt.pack.sat.s4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(code[i + 1]), "r"(code[i]), "r"(word));
-    return word;
+    const u32 low = (sum[0] & 0x1E001E00u) | (sum[1] & ~0x1E001E00u), high = (sum[2] & 0x1E001E00u) | (sum[3] & ~0x1E001E00u);
+    return (low >> 9 & 0x00FF00FFu) | (high >> 1 & 0xFF00FF00u);
 }
 
 // Two bf16 times their power-of-two factors, exact; each half is 0x4300 + code. bf16's unit is one in [128, 256).
@@ -177,15 +183,6 @@ HQ_FN void encode_e2m1_columns(const Patch<BFloat16>& patch, int p, u32 factors,
 }
 
 // --- unquantized elements ---
-// Conversions make NaN the canonical one of the hardware, all ones without a sign, as the reference does.
-
-template <class Out>
-HQ_FN u32 narrow_pair(float low, float high) {
-    u32 pair;
-    if (same<Out, BFloat16>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 
 // 8 floats to Out's words.
 template <class Out>
@@ -227,10 +224,14 @@ template <class In> struct ColumnOf {
     }
 };
 
-// What the factor of a line is multiplied with before encode_line: FP4 wants half, FP6 the FP8 exponent.
+// What FP4 encodes is values times this: in half, or with float16's smallest normal number where E2M1's is.
+template <class F>
+constexpr float fp4_unit = F::stochastic ? 0x1p-14f : 0.5f;
+
+// What the factor of a line is multiplied with before encode_line: FP4's unit, of FP6 the FP8 exponent.
 template <class F>
 HQ_FN float prepare_factor(float factor) {
-    if constexpr (F::bits == 4) return factor * 0.5f;
+    if constexpr (F::bits == 4) return factor * fp4_unit<F>;
     if constexpr (F::bits == 6 && F::hardware_fp6) return factor * float_of(Fp6<F>::scale_bits);
     return factor;
 }
@@ -242,7 +243,7 @@ constexpr bool has_short_cut = (F::scaling == TWO_LEVEL && F::bits == 4) || (F::
 // 8 values of a line, times its prepared factor, to words. CAREFUL: two-level FP4 values are multiplied with `before`
 // and their neighbours may be Inf; 6-bit values are clamped. draws: of a format that rounds at random.
 template <class F, class In, bool CAREFUL, class Line>
-HQ_FN void encode_line(const Line& line, float factor, float before, const u32 (&draws)[4], u32* words) {
+HQ_FN void encode_line(const Line& line, float factor, float before, const u32* draws, u32* words) {
     if constexpr (F::bits >= 16) {
         if constexpr (same<typename F::Wide, In>::value) line.copy(words);
         else {

@@ -115,7 +115,7 @@ HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32
         float factor[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            factor[i] = 2.0f * globals.factor(i, candidate ? six[i] : four[i]);
+            factor[i] = (1.0f / fp4_unit<F>) * globals.factor(i, candidate ? six[i] : four[i]);
             sum_of_four[i] = sum_of_six[i];  // of the candidate before
         }
         nearly_total<F, DOWN>(patch, factor, sum_of_six);

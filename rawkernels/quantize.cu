@@ -22,7 +22,7 @@ HQ_FN void quantize_patch(const Patch<In>& patch, const Arguments& a, const Outp
         store_bytes<F, DOWN>(scales, a, out, p);
         if constexpr (LineScales<F, In>::packed && F::bits == 4) encode_pairs<F, DOWN>(patch, scales, sink, p);
         else if constexpr (is_long<F>) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
-        else if (has_short_cut<F> && scales.careful) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
+        else if (is_careful<F, DOWN>(scales, a, shared, p)) encode_lines<F, DOWN, true>(patch, a, shared, scales, sink, p);
         else encode_lines<F, DOWN>(patch, a, shared, scales, sink, p);
         zero_lines<F, DOWN>(scales.nan, sink, p);
     } else if constexpr (in_tile<F>) {

@@ -53,17 +53,18 @@ template <class F> constexpr bool in_tile = F::block_columns == 128;
 template <class F> constexpr bool square = F::block_rows > 1;
 template <class F> constexpr bool one_scale = F::scaling == RECIPROCAL && F::block_columns == 0;
 template <class F> constexpr bool nan_wins = F::scaling != NO_SCALING && !F::Element::has_nan;
-template <class F> constexpr bool is_long = F::stochastic || F::four_over_six != ALWAYS_SIX;  // no second copy of such code
+template <class F> constexpr bool is_long = F::four_over_six != ALWAYS_SIX;  // no second copy of such code
 template <class F> constexpr bool has_table = F::scaling == TWO_LEVEL && !F::per_row;
 template <class F> constexpr bool has_whole = has_table<F> || one_scale<F>;  // a scale of the whole matrix
 template <class F> constexpr int line_bytes = F::stored_bits * TILE_ROWS / 8;  // a staged column
 
-// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal and
-// they measure the same amax.
+// Both directions of one matrix have the same global scale, and so the same factors, if their bounds are equal, they
+// measure the same amax and prepare factors alike.
 template <class A, class B>
 HQ_FN constexpr bool same_table() {
     if constexpr (has_table<A> && has_table<B>)
-        return A::bound == B::bound && !A::rht && !B::rht && same<typename A::Element, typename B::Element>::value;
+        return A::bound == B::bound && A::stochastic == B::stochastic && !A::rht && !B::rht &&
+            same<typename A::Element, typename B::Element>::value;
     else return true;
 }
 constexpr bool SAME_TABLE = same_table<Row, Column>();
@@ -218,17 +219,29 @@ struct Sink {
     }
 };
 
+// CAREFUL: as of encode_line, and lines may begin anywhere in the matrix whose draws they share.
 template <class F, int DOWN, bool CAREFUL = false, class In, class Scales>
 HQ_FN void encode_lines(const Patch<In>& patch, const Arguments& a, const Shared& shared, const Scales& scales, const Sink<F, DOWN>& sink, const Place& p) {
+    typedef typename choose<CAREFUL, AnyPairs<DOWN>, AlignedPairs<DOWN>>::type Pairs;
     const Draws<DOWN> draws(*shared.keys, a.turned, a.before, p);
+    typename choose<F::stochastic, Pairs, NoPairs<DOWN>>::type pairs(draws);
+    u32 random[4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        u32 w[Sink<F, DOWN>::words], random[4];
-        if constexpr (F::stochastic) draws.of_line(i, random);
-        if constexpr (DOWN) encode_line<F, In, CAREFUL>(ColumnOf<In>{patch, i}, scales.at(i), scales.before(i), random, w);
-        else encode_line<F, In, CAREFUL>(RowOf<In>{patch, i}, scales.at(i), scales.before(i), random, w);
+        u32 w[Sink<F, DOWN>::words];
+        if (i % 2 == 0) pairs.words(i / 2, random);
+        if constexpr (DOWN) encode_line<F, In, CAREFUL>(ColumnOf<In>{patch, i}, scales.at(i), scales.before(i), random + 2 * (i % 2), w);
+        else encode_line<F, In, CAREFUL>(RowOf<In>{patch, i}, scales.at(i), scales.before(i), random + 2 * (i % 2), w);
         sink.put(p, i, w);
     }
+}
+
+// Whether a patch takes the copy of the code that serves every case.
+template <class F, int DOWN, class Scales>
+HQ_FN bool is_careful(const Scales& scales, const Arguments& a, const Shared& shared, const Place& p) {
+    if (!has_short_cut<F>) return false;
+    if (F::stochastic && !Draws<DOWN>(*shared.keys, a.turned, a.before, p).aligned()) return true;
+    return scales.careful;
 }
 
 // A NaN that the element cannot hold is in the block's scale; the block's codes are zero. Rare, so it is done after.
@@ -267,8 +280,7 @@ HQ_FN void encode_square(const Patch<Input>& patch, const LineScales<F, Input>& 
     u32 row[8][Sink<F, 0>::words], column[8][Sink<F, 0>::words];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const u32 no_draws[4] = {};
-        encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before(i), no_draws, row[i]);
+        encode_line<F, Input, CAREFUL>(RowOf<Input>{patch, i}, scales.at(i), scales.before(i), nullptr, row[i]);
         rows.put(p, i, row[i]);
     }
     turn<F::stored_bits>(row, column);

@@ -8,23 +8,29 @@ namespace hq {
 struct Global {
     float decode_scale;  // S_dec
     float sixth;         // RN(S_enc / 6)
-    float before;        // 0.5 where half of an encode factor would be subnormal and lose a bit: halve values instead
+    float before;        // fp4_unit where an encode factor times that may be subnormal and lose bits: values take it; else 1
     float encode_scale;  // S_enc
     float whole;         // the amax that they come from
 };
 
 template <class F>
 HQ_FN Global global_of(float whole) {
+    // Under the largest scale, 448, a factor times the unit is then 2^-125 or more.
+    constexpr float most = 0x1p116f * fp4_unit<F>;
     const float encode_scale = global_encode_scale(whole, F::bound * float_of(F::Element::max_bits));
     const float decode_scale = divide(1.0f, encode_scale);
-    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > 0x1p115f ? 0.5f : 1.0f, encode_scale, whole};
+    return {decode_scale, encode_scale * float_of(SIXTH_BITS), decode_scale > most ? fp4_unit<F> : 1.0f, encode_scale, whole};
 }
 
-// What encodes under an E4M3 scale byte without sign, prepared where `before` is 1.
+// Whether values under an E4M3 scale byte are multiplied with `before`. Values that this makes subnormal become zero all
+// the same, but under byte 0, whose factor is FLT_MAX.
+HQ_FN bool takes_before(const Global& g, u32 byte) { return g.before != 1.0f && byte != 0; }
+
+// What encodes under a byte without sign, prepared where values do not take `before`.
 template <class F>
 HQ_FN float factor_of(const Global& g, u32 byte) {
     const float factor = two_level_factor(float_of_e4m3(byte), g.decode_scale);
-    return g.before == 1.0f ? prepare_factor<F>(factor) : factor;
+    return takes_before(g, byte) ? factor : prepare_factor<F>(factor);
 }
 
 // Factor of each E4M3 scale byte without sign: 128 divisions a block of threads instead of one a line.
@@ -67,9 +73,9 @@ struct LineScales {
     u32 stored[2];               // 8 bytes
     u32 nan = 0;                 // bit i: line i's block holds a NaN that the element cannot; its codes are zero
     bool careful = false;        // encode_line must not take its short cut
-    u32 halved = 0;              // bit i: what a careful one multiplies line i's values with first is 0.5, not 1
+    u32 first = 0;               // bit i: a careful one multiplies line i's values with FP4's unit first
 
-    HQ_FN float before(int i) const { return F::scaling == TWO_LEVEL && (halved >> i & 1) ? 0.5f : 1.0f; }
+    HQ_FN float before(int i) const { return F::scaling == TWO_LEVEL && (first >> i & 1) ? fp4_unit<F> : 1.0f; }
     HQ_FN float at(int i) const {
         if constexpr (packed) return prepare_factor<F>(i & 1 ? In::high(factor[i / 2]) : In::low(factor[i / 2]));
         else return float_of(factor[i]);
@@ -120,13 +126,11 @@ HQ_FN u32 power_of_two_byte(u32 amax) {
 // Factors of stored E4M3 bytes, and what is rare about them.
 template <class F, class In, class Globals>
 HQ_FN void finish_two_level(const Globals& globals, LineScales<F, In>& scales) {
-    constexpr bool one = !F::per_row;  // then all lines have the same `before`
-    scales.halved = one && globals.at(0).before != 1.0f ? 0xFFu : 0;
+    if (F::per_row || globals.at(0).before != 1.0f) {  // else all lines have the same one
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (!one) scales.halved |= u32(globals.at(i).before != 1.0f) << i;
+        for (int i = 0; i < 8; ++i) scales.first |= u32(takes_before(globals.at(i), scales.byte(i))) << i;
     }
-    scales.careful = scales.halved != 0;
+    scales.careful = scales.first != 0;
     // Bytes 0x7E, the largest, under which Inf may be, and 0x7F, NaN: rare.
     if (((scales.stored[0] + 0x02020202u) | (scales.stored[1] + 0x02020202u)) & 0x80808080u) {
         scales.careful = true;

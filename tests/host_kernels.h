@@ -111,6 +111,15 @@ static void __syncthreads() {
 
 static int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) { return unsigned((uint64_t(high) << 32 | low) >> (shift & 31)); }
+static unsigned of_halves(unsigned a, unsigned b, unsigned (*one)(unsigned, unsigned)) {
+    return one(a & 0xFFFF, b & 0xFFFF) | one(a >> 16, b >> 16) << 16;
+}
+static unsigned lesser(unsigned a, unsigned b) { return a < b ? a : b; }
+static unsigned greater(unsigned a, unsigned b) { return a > b ? a : b; }
+static unsigned is_greater(unsigned a, unsigned b) { return a > b ? 0xFFFF : 0; }
+static unsigned __vminu2(unsigned a, unsigned b) { return of_halves(a, b, lesser); }
+static unsigned __vmaxu2(unsigned a, unsigned b) { return of_halves(a, b, greater); }
+static unsigned __vcmpgtu2(unsigned a, unsigned b) { return of_halves(a, b, is_greater); }
 static unsigned __vcmpeq2(unsigned a, unsigned b) { return ((a ^ b) & 0xFFFF ? 0 : 0xFFFFu) | ((a ^ b) >> 16 ? 0 : 0xFFFF0000u); }
 static unsigned host_permute(unsigned a, unsigned b, unsigned selector) {
     unsigned d = 0;
@@ -131,12 +140,30 @@ static unsigned host_bf16(float value) {
 }
 static unsigned host_half(float value) { return value == value ? unsigned(packed(_Float16(value))) : 0x7FFF; }
 
+// Larger of two magnitudes: as integers, for neither bfloat16 nor float16 has its NaNs elsewhere than above Inf.
+static unsigned host_larger(unsigned a, unsigned b, bool nan_wins, unsigned inf) {
+    if (!nan_wins && (a > inf || b > inf)) return a > inf ? b : a;
+    return greater(a, b);
+}
+static unsigned host_larger2(unsigned a, unsigned b, bool nan_wins, const char* type) {
+    const unsigned inf = type[0] == 'b' ? 0x7F80 : 0x7C00;
+    return host_larger(a & 0xFFFF, b & 0xFFFF, nan_wins, inf) | host_larger(a >> 16, b >> 16, nan_wins, inf) << 16;
+}
+static float host_larger(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+// x * (0, 1) + (0, 0): what the low half leaves is a NaN or zero.
+static unsigned host_high(unsigned pair) { return (pair & 0xFFFF0000u) | ((pair & 0x7F80) == 0x7F80 ? 0x7FFFu : 0); }
+static unsigned host_pack(unsigned word, int low, int high) {
+    auto four = [](int x) { return unsigned(x < -8 ? -8 : x > 7 ? 7 : x) & 15; };
+    return word << 8 | four(high) << 4 | four(low);
+}
+static int __float_as_int(float x) { return unpacked<int>(packed(x)); }
+static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static int min(int a, int b) { return a < b ? a : b; }
+static unsigned max(unsigned a, unsigned b) { return greater(a, b); }
+static int __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+
 // Of kernels that are not run here.
-static unsigned __vminu2(unsigned, unsigned) { abort(); }
-static int __float_as_int(float) { abort(); }
-static float __fmaf_rn(float, float, float) { abort(); }
-static float __fadd_rz(float, float) { abort(); }
-static int min(int, int) { abort(); }
+static float __fdividef(float, float) { abort(); }
 
 // --- launch -------------------------------------------------------------------------------------
 

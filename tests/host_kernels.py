@@ -1,7 +1,7 @@
 """Whole kernels compiled by g++ and run on the host, a block's threads as fibers: host_kernels.h.
 
-A stand-in for a GPU, for what decodes: addresses, spans, masks and the order of operations are the device code's own;
-conversions by hardware are not (chips before sm_89 have none), nor is NaN's payload.
+A stand-in for a GPU, for what decodes and for NVFP4: addresses, spans, masks and the order of operations are the device
+code's own; conversions by hardware are not (chips before sm_89 have none), nor is NaN's payload.
 """
 
 import ctypes
@@ -23,13 +23,23 @@ REPLACED = (
     (r'asm\("cvt\.rn\.bf16x2\.f32.*?\);', "pair = host_bf16(low) | host_bf16(high) << 16;"),
     (r'asm\("cvt\.rn\.f16x2\.f32.*?\);', "pair = host_half(low) | host_half(high) << 16;"),
     (r'asm\("mul\.f32 %0, %0, 0f3F800000;" : "\+f"\(value\)\);', ";"),
+    (r'asm\("max\.NaN\." type .*?\);', "d = host_larger2(a, b, true, type);"),
+    (r'asm\("max\." type .*?\);', "d = host_larger2(a, b, false, type);"),
+    (r'asm\("max\.NaN\.f32 .*?\);', "d = host_larger(fabsf(a), fabsf(b));"),
+    (r'asm\("fma\.rn\.bf16x2 %0, %1, %2, %3;" : "=r"\(d\).*?\);', "d = host_high(pair);"),
+    (r'asm\("cvt\.pack\.sat\.s4\.s32\.b32.*?\);', "word = host_pack(word, code[i], code[i + 1]);"),
+    (r'asm\("mad\.wide\.u32.*?"l"\(base\)\);', "address = u64(line * 16) * pitch16 + u64(base);"),
+    (r'asm\("mad\.wide\.s32.*?"l"\(first\)\);', "address = u64(i64((p.row + i) * 16) * row16) + u64(first);"),
+    (r'asm volatile\("st\.global\..*?: "memory"\);', "std::memcpy(target, w, 4 * WORDS);"),
+    (r"const u32 address = u32\(__cvta_generic_to_shared\(word \+ 4 \* pair\)\);", ""),
+    (r'asm volatile\("ld\.volatile\.shared\.v4.*?\);', "std::memcpy(key, word + 4 * pair, 16);"),
     (r"extern __shared__ __align__\(16\) u8 (\w+)\[\];", r"u8* \1 = shared_bytes;"),
     (r"\basm( volatile)?\(.*?\);", "abort();"),
 )
 """Inline assembly and what stands for it; whatever else is met aborts."""
 
 ARGUMENTS = {"hq_dequantize": "DequantizeArguments", "hq_decode": "DecodeArguments",
-             "hq_transpose": "TransposeArguments"}
+             "hq_transpose": "TransposeArguments", "hq_quantize": "Arguments"}
 
 
 class Compiler:

@@ -163,3 +163,16 @@ def test_a_shard_draws_as_in_the_whole(cupy, name):
         testing.assert_bitwise_equal(hq.quantize_shard(cupy.asarray(x)[rows, columns], shard, **given), expected)
         turned = cupy.asarray(np.ascontiguousarray(x[rows, columns].T)).T
         testing.assert_bitwise_equal(hq.quantize_shard(turned, shard, **given), expected)
+
+
+@named("name", ["at random", "all"])
+def test_a_shard_that_begins_with_an_odd_row_draws_as_in_the_whole(cupy, name):
+    """And where the word of a counter that says which pair of rows it is overflows within it."""
+    x = testing.matrix("gauss", (70, 192), BFLOAT16)
+    for first in (1, 35, 2**33 - 4, 2**33 - 7):
+        for direction, place in (("rowwise", (first, 32)), ("columnwise", (32, first))):
+            values = x if direction == "rowwise" else x.T
+            given = {direction: OPTIONS[name], "seed": SEED, "amax": 4.0}
+            shard = hq.Shard(place, (2**34, 2**34))
+            expected = hq.quantize_shard(values, shard, **given)
+            testing.assert_bitwise_equal(hq.quantize_shard(cupy.asarray(values), shard, **given), expected)

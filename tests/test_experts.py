@@ -88,7 +88,13 @@ def test_a_layer_of_experts_is_that_of_one_rank(recipe, capacity, pool):  # noqa
     y, saved = experts_forward(x, rank_work.expert_weights(), route, recipe, Alone(), weights=weights,
                                seed=rank_work.SEED)
     wanted = [y, *experts_backward(dy, saved, Alone())]
-    found = [np.concatenate(pieces) for pieces in zip(*pool.run(rank_work.expert_layer, recipe, capacity), strict=True)]
+    try:
+        results = pool.run(rank_work.expert_layer, recipe, capacity)
+    except Failed as error:
+        if "has no grouped products" in str(error):
+            pytest.skip(str(error).splitlines()[0])
+        raise
+    found = [np.concatenate(pieces) for pieces in zip(*results, strict=True)]
     assert sum(counts) == len(found[0])
     for actual, expected in zip(found, wanted, strict=True):
         assert actual.shape == expected.shape

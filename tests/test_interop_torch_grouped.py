@@ -61,8 +61,8 @@ SIZES = {"ragged": [3, 0, 40, 7], "all_empty": [0, 0, 0, 0], "one": [0, 50, 0, 0
 @pytest.mark.parametrize("recipe", [name for name, recipe in hq.RECIPES.items() if recipe.delayed is None])
 def test_results_are_those_of_a_layer_for_each_group(recipe, case, dtype, device, monkeypatch):
     """All draw by one seed: a member of a group draws as if alone."""
-    draw = torch_linear._seed
-    monkeypatch.setattr(torch_linear, "_seed", lambda *given: torch.manual_seed(4) and draw(*given))
+    draw = torch_linear._seeds
+    monkeypatch.setattr(torch_linear, "_seeds", lambda *given: torch.manual_seed(4) and draw(*given))
     sizes = SIZES[case]
     x, w, dy = tensors(device, (50, 64), (4, 48, 64), (50, 48), dtype=dtype)
     y = hqt.grouped_linear(x, w, sizes, recipe)

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 tests/benchmarks/bench_distributed.py --check     # on the CPU with gloo: that it runs
 
 Quantizing is included. Each round times all of them in one process, alternating, by events around the call; a time is
-the median over rounds of the slowest rank. Every rank holds size / ranks rows of random bf16. Dispatch, which sorts by
-expert, is compared with the engine's exchange of as many bf16 rows in equal shares. NVLink multicast stays off.
+the median over rounds of the slowest rank, and so is the host's, until the call returns. Every rank holds size / ranks
+rows of random bf16. Dispatch, which sorts by expert, and combine, which sums, are compared with the engine's exchange
+of as many bf16 rows in equal shares. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hqarray.interop.distributed import TorchRanks
-from hqarray.interop.experts import dispatch, make_route
+from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.sharding import Sharding, quantize_all_gather
 from hqarray.interop.torch_arrays import as_array, on_torch
 
@@ -35,9 +36,9 @@ FORMATS = ("fp8_e4m3", "mxfp8", "nvfp4")
 Call = Callable[[], object]
 
 
-def alternating(calls: dict[str, Call], rounds: int, device: str) -> dict[str, float]:
-    """Median over rounds of the milliseconds of each call, of the slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def alternating(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[float, float]]:
+    """Median over rounds of the milliseconds of each call, and of the host's in it, of the slowest rank."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():
             dist.barrier()
@@ -46,24 +47,32 @@ def alternating(calls: dict[str, Call], rounds: int, device: str) -> dict[str, f
                 times[name].append(elapsed)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, times)
-    return {name: round(statistics.median(map(max, zip(*(each[name] for each in every), strict=True))), 4)
-            for name in calls}
+    return {name: (slowest(every, name, 0), slowest(every, name, 1)) for name in calls}
 
 
-def timed(call: Call, device: str) -> float:
+def slowest(every: list[Any], name: str, which: int) -> float:
+    """Median over rounds of the slowest rank's times."""
+    rounds = zip(*([times[which] for times in each[name]] for each in every), strict=True)
+    return round(statistics.median(map(max, rounds)), 4)
+
+
+def timed(call: Call, device: str) -> tuple[float, float]:
+    """Milliseconds until the work is done, and until the call returns."""
     if device == "cpu":
         start = time.perf_counter()
         call()
-        return (time.perf_counter() - start) * 1e3
+        return ((time.perf_counter() - start) * 1e3,) * 2
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
+    start = time.perf_counter()
     call()
+    host = (time.perf_counter() - start) * 1e3
     end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
+    return float(begin.elapsed_time(end)), host
 
 
-def gathers(size: int, rounds: int, device: str) -> dict[str, float]:
+def gathers(size: int, rounds: int, device: str) -> dict[str, tuple[float, float]]:
     """All-gather of a (size, size) operand whose rows lie on the ranks."""
     ranks = TorchRanks()
     mine = torch.randn(size // ranks.size, size, device=device).to(torch.bfloat16)
@@ -77,7 +86,7 @@ def gathers(size: int, rounds: int, device: str) -> dict[str, float]:
     return alternating(calls, rounds, device)
 
 
-def dispatches(size: int, rounds: int, device: str) -> dict[str, float]:
+def dispatches(size: int, rounds: int, device: str) -> dict[str, tuple[float, float]]:
     """Tokens of `size` columns to 8 experts for each rank, 2 for each token: sizes on the host, and on the device."""
     ranks, tokens, top = TorchRanks(), size // 2, 2
     experts = 8 * ranks.size
@@ -90,6 +99,8 @@ def dispatches(size: int, rounds: int, device: str) -> dict[str, float]:
         route = make_route(choices, experts, ranks, capacity=capacity)
         for name in ("bf16", *FORMATS):
             calls[name + label] = lambda name=name, route=route: dispatch(x, route, ranks, name)  # type: ignore[misc]
+        y = as_array(torch.randn(route.arriving, size, device=device).to(torch.bfloat16))
+        calls["combine, bf16" + label] = lambda y=y, route=route: combine(y, route, ranks)  # type: ignore[misc]
     return alternating(calls, rounds, device)
 
 
@@ -130,8 +141,10 @@ def main() -> None:
         cupy.cuda.Device(torch.cuda.current_device()).use()
     dist.init_process_group("gloo" if options.check else "nccl")
     with on_torch(device) if device == "cuda" else nullcontext():
-        found = {"all-gather ms": gathers(size, rounds, device), "dispatch ms": dispatches(size, rounds, device),
-                 "host us": host_microseconds(rounds, device)}
+        found: dict[str, dict[str, Any]] = {
+            "all-gather ms": gathers(size, rounds, device), "dispatch ms": dispatches(size, rounds, device),
+            "host us": dict(host_microseconds(rounds, device)),
+        }
     if dist.get_rank() == 0:
         where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "none"
@@ -140,7 +153,11 @@ def main() -> None:
             baselines = {"all-gather ms": "bf16", "dispatch ms": "bf16, engine alone", "host us": "engine"}
             print(f"{title}:")
             for name, value in numbers.items():
-                print(f"  {name:24} {value:10.3f}  x{numbers[baselines[title]] / value:.2f}")
+                pair = value if isinstance(value, tuple) else (value,)
+                first = numbers[baselines[title]]
+                ratio = (first[0] if isinstance(first, tuple) else first) / pair[0]
+                host = f"  host {pair[1]:.3f}" if len(pair) == 2 else ""
+                print(f"  {name:24} {pair[0]:10.3f}  x{ratio:.2f}{host}")
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()

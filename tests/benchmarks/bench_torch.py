@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_torch.py [--rounds 15] [--json FILE]
 
 Matrices of 128^3, so that the queue never fills. A step's added time is that of torch.autograd.grad over linear less
-that of the same quantize and matmul calls on CuPy arrays, in one process, alternating; beside it what torch's own
-linear takes, autograd included.
+that of the same quantize and matmul calls on CuPy arrays, in one process, alternating: with backward in autograd's
+thread of the device, as torch does by default, and in the caller's (torch.autograd.set_multithreading_enabled(False)).
+Beside it what an autograd function that does nothing takes, and torch's own linear.
 """
 
 from __future__ import annotations
@@ -62,6 +63,17 @@ def steps(name: str, rounds: int) -> dict[str, float]:
     def ours() -> object:
         return torch.autograd.grad(hqt.linear(x, w, name), (x, w), dy)
 
+    def in_one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return ours()
+
+    def empty() -> object:
+        return torch.autograd.grad(Empty.apply(x, w), (x, w), dy)
+
+    def empty_in_one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return empty()
+
     def calls() -> object:
         _, saved = hq.linear_forward(arrays[0], arrays[1], name)
         return hq.linear_backward(arrays[2], saved)
@@ -69,8 +81,26 @@ def steps(name: str, rounds: int) -> dict[str, float]:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, w), (x, w), dy)
 
-    times = host_microseconds({"linear": ours, "quantize and matmul": calls, "torch's linear": torchs}, rounds)
-    return times | {"added": round(times["linear"] - times["quantize and matmul"], 1)}
+    times = host_microseconds({
+        "linear": ours, "linear, one thread": in_one_thread, "quantize and matmul": calls, "empty function": empty,
+        "empty function, one thread": empty_in_one_thread, "torch's linear": torchs,
+    }, rounds)
+    return times | {f"added{way}": round(times[f"linear{way}"] - times["quantize and matmul"], 1)
+                    for way in ("", ", one thread")}
+
+
+class Empty(torch.autograd.Function):  # type: ignore[misc]
+    """Keeps two tensors, as linear does, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return x, w
 
 
 def main() -> None:
