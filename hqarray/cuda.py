@@ -34,7 +34,7 @@ MOST_PLANS = 4096
 
 
 # Structs of the kernels: every field takes eight bytes.
-_QUANTIZE = struct.Struct("=27q")
+_QUANTIZE = struct.Struct("=28q")
 _AMAX = struct.Struct("=7q")
 _DEQUANTIZE = struct.Struct("=9q")
 _NARROW = struct.Struct("=3q")
@@ -173,20 +173,24 @@ class _Plan:
 
     def launch(
         self, pointer: int, rows: QuantizedArray | None, columns: QuantizedArray | None, whole: Array | None = None,
-        noop: Array | None = None, seed: Seed = NO_SEED,
+        noop: Array | None = None, seed: Seed = NO_SEED, record: Array | None = None,
     ) -> None:
-        """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_parts."""
+        """Read the matrix at a pointer into parts of the plan; whole, noop and record as in requantize_parts."""
         self.launch_at(
             stream_of(self.device), pointer, *(0 if part is None else part.buffers.memory.ptr  # type: ignore[union-attr]
                                                for part in (rows, columns)),
             given=0 if whole is None else whole.data.ptr, flag=0 if noop is None else noop.data.ptr, seed=seed,
+            record=0 if record is None else record.data.ptr,
         )
 
     def launch_at(
         self, stream: int, pointer: int, rows: int, columns: int, *, given: int = 0, flag: int = 0,
         seed: Seed = NO_SEED, lines: int = 0, record: int = 0,
     ) -> None:
-        """The same by pointers: of packed parts' memory, of an amax, of noop, of scratch_bytes (0: allocated here)."""
+        """The same by pointers: of packed parts' memory, of an amax, of noop, of scratch_bytes (0: allocated here).
+
+        record is read by kernels of a pair in which a format measures the amax of the matrix, unless it is rotated.
+        """
         own, other, amax, m, k = self.rows, self.columns, self.amax, self.m, self.k
         wholes = given, given
         if amax is not None:
@@ -196,7 +200,7 @@ class _Plan:
             stream, _QUANTIZE, pointer, self.row_bytes, m, k, *wholes, flag,
             *(_NO_OUTPUT if own is None or not rows else own.output(rows, own.has_amax)),
             *(_NO_OUTPUT if other is None or not columns else other.output(columns, other.has_amax)),
-            amax is not None, round_up(m, 16), round_up(k, 16), *seed,
+            amax is not None, round_up(m, 16), round_up(k, 16), *seed, record,
         )
 
     @property
@@ -288,14 +292,15 @@ def plan_of(
 
 def quantize_parts(
     values: Array, row: Format | None, column: Format | None, derived: Direction | None, whole: Array | None,
-    draws: Draws | None = None,
+    draws: Draws | None = None, record: Array | None = None,
 ) -> tuple[QuantizedArray | None, QuantizedArray | None]:
     """See reference.quantize_parts; one read of the values, two where an amax is measured first."""
     if values.data.device_id != getDevice():
         with values.device:
-            return quantize_parts(values, row, column, derived, whole, draws)
+            return quantize_parts(values, row, column, derived, whole, draws, record)
     if derived is not None:
-        rows, _ = quantize_parts(values, row, None, None, whole, draws)
+        assert row is not None
+        rows, _ = quantize_parts(values, row, None, None, whole, draws, _left_to_record(values, row, record))
         assert rows is not None
         return rows, quantize_parts(dequantize_part(rows, FLOAT32), None, column, None, whole, draws)[1]
     values, turned = _readable(values)
@@ -304,13 +309,13 @@ def quantize_parts(
     plan = _plan(row, column, values, whole is not None)
     rows = None if plan.rows is None else plan.rows.empty()
     columns = None if plan.columns is None else plan.columns.empty()
-    plan.launch(values.data.ptr, rows, columns, whole, seed=seed_of(draws))
+    plan.launch(values.data.ptr, rows, columns, whole, seed=seed_of(draws), record=record)
     return (columns, rows) if turned else (rows, columns)
 
 
 def requantize_parts(
     rows: QuantizedArray | None, columns: QuantizedArray | None, values: Array, derived: Direction | None,
-    whole: Array | None = None, noop: Array | None = None, draws: Draws | None = None,
+    whole: Array | None = None, noop: Array | None = None, draws: Draws | None = None, record: Array | None = None,
 ) -> None:
     """See reference.requantize_parts; noop is read on the device."""
     with _on_device_of(values.data):
@@ -319,8 +324,9 @@ def requantize_parts(
             first, second = (rows, columns) if derived == "columnwise" else (columns, rows)
             others = None if draws is None else draws.T
             first_draws, second_draws = (draws, others) if derived == "columnwise" else (others, draws)
+            left = _left_to_record(values, first.format, record, noop)
             requantize_parts(first, None, values if derived == "columnwise" else values.T, None, whole, noop,
-                             first_draws)
+                             first_draws, left)
             decoded = dequantize_part(first, FLOAT32, transposed=True)
             requantize_parts(second, None, decoded, None, whole, noop, second_draws)
             return
@@ -329,7 +335,7 @@ def requantize_parts(
         own = [None if part is None else part.packed() for part in parts]
         row, column = (None if part is None else part.format for part in parts)
         seed = seed_of(draws.T if turned and draws is not None else draws)
-        _plan(row, column, values, whole is not None).launch(values.data.ptr, own[0], own[1], whole, noop, seed)
+        _plan(row, column, values, whole is not None).launch(values.data.ptr, own[0], own[1], whole, noop, seed, record)
         for part, written in zip(parts, own, strict=True):
             if part is not None and written is not part:
                 _copy_into(part, written)
@@ -349,24 +355,31 @@ def amax(values: Array) -> Array:
     """See reference.amax."""
     with _on_device_of(values.data):
         whole = cupy.empty(1, np.float32)
-        values, _ = _readable(values)
-        pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
-        (m, k), stream = values.shape, stream_of(device)
-        memsetAsync(whole.data.ptr, 0, 4, stream)
-        kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
-        kernel.launch(stream, _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0, 0)
+        memsetAsync(whole.data.ptr, 0, 4, stream_of(values.data.device_id))
+        _raise_to_amax(values, whole)
     return whole
 
 
-def record_amax(values: Array, current: Array, noop: Array | None = None) -> None:
-    """See reference.record_amax."""
-    with _on_device_of(values.data):
-        values, _ = _readable(values)
-        pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
-        m, k = values.shape
-        kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
-        flag = 0 if noop is None else noop.data.ptr
-        kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, current.data.ptr, 0, flag)
+def _raise_to_amax(values: Array, whole: Array, noop: Array | None = None) -> None:
+    values, _ = _readable(values)
+    pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
+    m, k = values.shape
+    kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
+    flag = 0 if noop is None else noop.data.ptr
+    kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0, flag)
+
+
+def _left_to_record(
+    values: Array, first: Format, record: Array | None, noop: Array | None = None
+) -> Array | None:
+    """What is left for the kernel that reads values into the part that the other one is derived from.
+
+    Its kernel records where it measures an amax; else the amax is that of the other format, which never sees values.
+    """
+    if record is None or first.measures_amax:
+        return record
+    _raise_to_amax(values, record, noop)
+    return None
 
 
 def update_amaxes(history: Array, current: Array, amax: Array, largest: bool, margin: int) -> None:

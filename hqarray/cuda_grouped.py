@@ -37,7 +37,7 @@ from .rawkernels import geometry, traits
 
 # Structs of the kernels: every field takes eight bytes.
 _MEMBERS = struct.Struct("=18q")
-_QUANTIZE = struct.Struct("=38q")
+_QUANTIZE = struct.Struct("=39q")
 _AMAX = struct.Struct("=8q")
 _DEQUANTIZE = struct.Struct("=17q")
 
@@ -209,9 +209,9 @@ class _Plan:
 
     def launch(
         self, pointer: int, row_bytes: int, rows: Sizes, parts: Parts, whole: Array | None = None,
-        noop: Array | None = None, seed: Seed = NO_SEED, *, zeros_rest: bool,
+        noop: Array | None = None, seed: Seed = NO_SEED, *, zeros_rest: bool, record: Array | None = None,
     ) -> None:
-        """Read the matrix at a pointer into parts that lie as the plan's; whole and noop as in quantize_groups."""
+        """Read the matrix at a pointer into parts of the plan; whole, noop and record as in quantize_groups."""
         stream, capacity, k = stream_of(self.device), self.capacity, self.k
         table = self.members.find(stream, rows)  # memory of this stream, which is not reused before these kernels end
         flag, given = 0 if noop is None else noop.data.ptr, 0 if whole is None else whole.data.ptr
@@ -224,7 +224,8 @@ class _Plan:
             stream, _QUANTIZE, pointer, row_bytes, capacity, k, *wholes, flag,
             *(_NO_OUTPUT if rowwise is None else self.rows.output(rowwise)),  # type: ignore[union-attr]
             *(_NO_OUTPUT if columnwise is None else self.columns.output(columnwise)),  # type: ignore[union-attr]
-            amax is not None, capacity, k, *seed, table.ptr, rows.num_groups, *self.segments, zeros_rest,
+            amax is not None, capacity, k, *seed, 0 if record is None else record.data.ptr,
+            table.ptr, rows.num_groups, *self.segments, zeros_rest,
         )
 
 
@@ -275,7 +276,7 @@ def _readable(values: Array) -> Array:
 
 def quantize_groups(
     values: Array, rows: Sizes, row: Format | None, column: Format | None, whole: Array | None = None,
-    out: Parts | None = None, noop: Array | None = None, draws: Draws | None = None,
+    out: Parts | None = None, noop: Array | None = None, draws: Draws | None = None, record: Array | None = None,
 ) -> Parts:
     """See reference_grouped.quantize_groups: one launch, and one before it where an amax is measured."""
     with _on_device_of(values.data):
@@ -284,12 +285,12 @@ def quantize_groups(
         parts = plan.empty(rows) if out is None else with_sizes(out, rows)
         if rows.num_groups:
             plan.launch(values.data.ptr, values.strides[0], rows, parts, whole, noop, seed_of(draws),
-                        zeros_rest=out is None)
+                        zeros_rest=out is None, record=record)
     return parts
 
 
-def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None = None) -> None:
-    """See reference_grouped.record_amaxes; two launches, whatever the sizes: which rows are whose, and the amaxes."""
+def raise_to_amaxes(values: Array, rows: Sizes, amaxes: Array) -> None:
+    """See reference_grouped.raise_to_amaxes; two launches, whatever the sizes: which rows are whose, and the amaxes."""
     if not rows.num_groups:
         return
     with _on_device_of(values.data):
@@ -297,9 +298,9 @@ def record_amaxes(values: Array, rows: Sizes, current: Array, noop: Array | None
         pointer, row_bytes, k, device = values.data.ptr, values.strides[0], values.shape[1], values.data.device_id
         launch = traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0, grouped=True)
         kernel = _kernel(launch, rows.capacity, rows.num_groups, k, device)
-        stream, flag = stream_of(device), 0 if noop is None else noop.data.ptr
+        stream = stream_of(device)
         table = _Members.of(rows, None, None, launch.tile, device).find(stream, rows)
-        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, current.data.ptr, 0, flag, table.ptr)
+        kernel.launch(stream, _AMAX, pointer, row_bytes, rows.capacity, k, amaxes.data.ptr, 0, 0, table.ptr)
 
 
 # --- decode -------------------------------------------------------------------------------------

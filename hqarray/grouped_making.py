@@ -96,10 +96,7 @@ def grouped_quantize(
     draws = as_draws(seed, formats, values)
     if out is not None:
         _check_out(out, matrix, rows, formats)
-    record = recorded(amax)
-    if record is not None:
-        backend_on(place(matrix) < 0).record_amaxes(matrix, rows, record, flag)
-    group = _quantize(matrix, rows, formats, whole, out, flag, draws)
+    group = _quantize(matrix, rows, formats, whole, out, flag, draws, recorded(amax))
     if warm is not None:
         warm.keep_quantize(*given, matrix, group)
     return group
@@ -107,11 +104,11 @@ def grouped_quantize(
 
 def _quantize(
     matrix: Array, rows: Sizes, formats: Formats, whole: Array | None = None, out: GroupedArray | None = None,
-    noop: Any = None, draws: Draws | None = None,
+    noop: Any = None, draws: Draws | None = None, record: Array | None = None,
 ) -> GroupedArray:
     parts = None if out is None else (out.rowwise, out.columnwise)
     backend = backend_on(place(matrix) < 0)
-    rowwise, columnwise = backend.quantize_groups(matrix, rows, *formats, whole, parts, noop, draws)
+    rowwise, columnwise = backend.quantize_groups(matrix, rows, *formats, whole, parts, noop, draws, record)
     columns = Sizes.uniform(rows.num_groups, matrix.shape[1])
     return unchecked(rowwise, columnwise, rows, columns, ops._nominal(matrix.dtype))
 

@@ -84,10 +84,7 @@ def quantize(
         if row is None:
             raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
         derived = "columnwise"
-    record = recorded(amax)
-    if record is not None:
-        backend.record_amax(matrix, record)
-    rows, columns = backend.quantize_parts(matrix, row, column, derived, whole, draws)
+    rows, columns = backend.quantize_parts(matrix, row, column, derived, whole, draws, recorded(amax))
     array = HybridArray(rows, columns, values.shape, dtype, derived)
     if gpu is not None:
         gpu.keep_warm(values, rowwise, columnwise, matrix, array)
@@ -129,10 +126,9 @@ def requantize(array: HybridArray, values: Any, *, amax: Any = None, noop: Any =
     matrix, formats = as_matrix(values, "values"), [part.format for _, part in array.parts()]
     whole = None if amax is None else as_amax(amax, formats, values)
     draws = as_draws(seed, formats, values)
-    record = recorded(amax)
-    if record is not None:
-        backend_of(matrix).record_amax(matrix, record, flag)
-    backend_of(matrix).requantize_parts(array.rowwise, array.columnwise, matrix, array.derived, whole, flag, draws)
+    backend_of(matrix).requantize_parts(
+        array.rowwise, array.columnwise, matrix, array.derived, whole, flag, draws, recorded(amax)
+    )
 
 
 def amax(values: Any, format: Format | str | None = None) -> Array:

@@ -61,10 +61,6 @@ def _magnitudes(values: Values, tile: tuple[slice, slice], storage: Storage | No
     if bits.max() > INF_BITS:
         bits[bits > INF_BITS] = 0
     return bits
-def record_amax(values: Values, current: Floats, noop: Any = None) -> None:
-    """Raise current, (1,), to the amax of values; not where noop is not zero."""
-    if noop is None or not np.asarray(noop).reshape(()):
-        current[...] = np.maximum(current, amax(values))
 
 
 def update_amaxes(history: Floats, current: Floats, amax: Floats, largest: bool, margin: int) -> None:
@@ -133,28 +129,31 @@ def _block_amax(tile: Floats, block: Block) -> tuple[Floats, npt.NDArray[np.bool
 
 def quantize_parts(
     values: Values, row: Format | None, column: Format | None, derived: Direction | None, whole: Floats | None,
-    draws: Draws | None = None,
+    draws: Draws | None = None, record: Floats | None = None,
 ) -> tuple[QuantizedArray | None, QuantizedArray | None]:
     """The rowwise and the columnwise part of an (outer, k) matrix; None for a format that is None.
 
     derived  the direction that is quantized from what the other one decodes to
     whole    float32 (1,) amax to use where a format has one per matrix; None measures it
     draws    of stochastic formats; else it may be None
+    record   float32 (1,), raised to the amax of values; with `whole`, where no format that takes it is rotated
     """
     outer, k = values.shape
     rows = None if row is None else zeros_part(row, (outer, k))
     columns = None if column is None else zeros_part(column, (k, outer))
-    requantize_parts(rows, columns, values, derived, whole, draws=draws)
+    requantize_parts(rows, columns, values, derived, whole, draws=draws, record=record)
     return rows, columns
 
 
 def requantize_parts(
     rows: QuantizedArray | None, columns: QuantizedArray | None, values: Values, derived: Direction | None,
-    whole: Floats | None = None, noop: Any = None, draws: Draws | None = None,
+    whole: Floats | None = None, noop: Any = None, draws: Draws | None = None, record: Floats | None = None,
 ) -> None:
-    """Quantize into the buffers of both parts; nothing is written where noop is not zero."""
+    """Quantize into the buffers of both parts; nothing is written or recorded where noop is not zero."""
     if noop is not None and np.asarray(noop).reshape(()):
         return
+    if record is not None:
+        np.maximum(record, amax(values), out=record)
     values = _apart(values, [part for part in (rows, columns) if part is not None])
     given: list[tuple[Direction, QuantizedArray | None, Values]] = [
         ("rowwise", rows, values), ("columnwise", columns, values.T)

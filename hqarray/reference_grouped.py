@@ -17,14 +17,16 @@ from .philox import Draws
 def quantize_groups(
     values: Values, rows: Sizes, row: Format | None, column: Format | None, whole: Floats | None = None,
     out: tuple[GroupedPart | None, GroupedPart | None] | None = None, noop: Any = None, draws: Draws | None = None,
+    record: Floats | None = None,
 ) -> tuple[GroupedPart | None, GroupedPart | None]:
     """The rowwise and the columnwise part of matrices stacked along rows; None for a format that is None.
 
     values  (capacity, k); member i is the rows from rows.starts[i]
     whole   float32 (num_groups,) amaxes to use where a format has one per matrix; None measures them
     out     parts to write into, their sizes aside; rows of no member are left as they are, and so is scale padding
-    noop    nothing is written where it is not zero
+    noop    nothing is written or recorded where it is not zero
     draws   of stochastic formats; each member draws as if alone, so all of them by one seed
+    record  float32 (num_groups,), raised to the amaxes of the members; as in reference.quantize_parts
     Sizes that the host does not know (ends, or what a device array holds) are read and clamped.
     """
     rows = known(rows)
@@ -38,17 +40,18 @@ def quantize_groups(
         for part, padded in members:
             if part is not None:  # sizes move the members about in a buffer, and with them the padding of their rows
                 padded[:, part.codes.shape[1] :] = 0
-        one = None if whole is None else whole[i : i + 1]
-        reference.requantize_parts(members[0][0], members[1][0], values[start : start + size], None, one, draws=draws)
+        one, own = (None if amaxes is None else amaxes[i : i + 1] for amaxes in (whole, record))
+        chosen = values[start : start + size]
+        reference.requantize_parts(members[0][0], members[1][0], chosen, None, one, draws=draws, record=own)
     return parts
 
 
-def record_amaxes(values: Values, rows: Sizes, current: Floats, noop: Any = None) -> None:
-    """Raise current, (num_groups,), to the amax of each member; not where noop is not zero."""
+def raise_to_amaxes(values: Values, rows: Sizes, amaxes: Floats) -> None:
+    """Raise amaxes, (num_groups,), to that of each member."""
     rows = known(rows)
     starts = np.minimum(rows.starts[:-1], rows.capacity).tolist()
     for i, (start, size) in enumerate(zip(starts, rows.values.tolist(), strict=True)):
-        reference.record_amax(values[start : start + size], current[i : i + 1], noop)
+        amaxes[i] = max(amaxes[i], reference.amax(values[start : start + size])[0])
 
 
 def dequantize_groups(part: GroupedPart, dtype: np.dtype[Any], *, transposed: bool = False) -> Values:

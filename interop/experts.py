@@ -438,7 +438,7 @@ def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tupl
         amaxes = grouped_quantize(slots, sizes, rowwise=record.format).rowwise.amax.copy()  # type: ignore[union-attr]
     else:
         amaxes = namespace(slots).zeros(len(lengths), np.float32)
-        backend_on(place(slots) < 0).record_amaxes(slots, rows, amaxes)
+        backend_on(place(slots) < 0).raise_to_amaxes(slots, rows, amaxes)
     ranks.all_reduce_max(amaxes)
     part = grouped_quantize(slots, sizes, rowwise=record.format, amax=amaxes).rowwise
     assert isinstance(part, GroupedPart)

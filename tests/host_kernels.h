@@ -94,6 +94,20 @@ static unsigned __reduce_add_sync(unsigned mask, unsigned value) {
     for (int i = 0; i < 32; ++i) sum += unsigned(own[i]);
     return sum;
 }
+static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    const uint64_t* own = all(mask, value);
+    unsigned best = 0;
+    for (int i = 0; i < 32; ++i)
+        if ((mask >> i & 1) && unsigned(own[i]) > best) best = unsigned(own[i]);
+    return best;
+}
+static int atomics;  // since the launch
+static unsigned atomicMax(unsigned* target, unsigned value) {
+    const unsigned old = *target;
+    ++atomics;
+    if (value > old) *target = value;
+    return old;
+}
 static void __syncwarp() { all(~0u, 0); }
 static void __syncthreads() {
     const int me = current;
