@@ -190,7 +190,7 @@ static void thread() {
 }
 static void run_grid(void (*kernel)(), const void* given, Dim3 grid) {
     static char stacks[FIBERS][1 << 16];
-    body = kernel; arguments = given; gridDim = grid;
+    body = kernel; arguments = given; gridDim = grid; atomics = 0;
     for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
         blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
         memset(shared_memory, 0xEE, sizeof shared_memory);

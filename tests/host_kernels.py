@@ -1,6 +1,6 @@
 """Whole kernels compiled by g++ and run on the host, a block's threads as fibers: host_kernels.h.
 
-A stand-in for a GPU, for what decodes and for NVFP4: addresses, spans, masks and the order of operations are the device
+A stand-in for a GPU, for what decodes and quantizes: addresses, spans, masks and the order of operations are the device
 code's own; conversions by hardware are not (chips before sm_89 have none), nor is NaN's payload.
 """
 
@@ -39,14 +39,15 @@ REPLACED = (
 """Inline assembly and what stands for it; whatever else is met aborts."""
 
 ARGUMENTS = {"hq_dequantize": "DequantizeArguments", "hq_decode": "DecodeArguments",
-             "hq_transpose": "TransposeArguments", "hq_quantize": "Arguments"}
+             "hq_transpose": "TransposeArguments", "hq_quantize": "Arguments",
+             "hq_members": "MembersArguments"}
 
 
 class Compiler:
     """Kernels of one folder of translated sources, each compiled once."""
 
     def __init__(self, folder: Path):
-        self.folder, self.libraries = folder, {}
+        self.folder, self.libraries, self.atomics = folder, {}, 0
         for path in (*loader.SOURCES.glob("*.cu"), *loader.SOURCES.glob("*.cuh")):
             text = path.read_text()
             for pattern, replacement in REPLACED:
@@ -62,6 +63,7 @@ class Compiler:
 {source.code}
 static void once() {{ {source.entry}(*static_cast<const hq::{kind}*>(arguments)); }}
 extern "C" void launch(const void* given, unsigned x, unsigned y, unsigned z) {{ run_grid(once, given, {{x, y, z}}); }}
+extern "C" int atomics_made() {{ return atomics; }}
 """)
             command = ["g++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared",
                        "-fPIC", f"-I{self.folder}", f"{stem}.cpp", "-o", f"{stem}.so"]
@@ -73,7 +75,9 @@ extern "C" void launch(const void* given, unsigned x, unsigned y, unsigned z) {{
     def kernel_of(self, launch, grid, device):
         """Stands for cuda.kernel_of."""
         def run(stream, struct, *values):
-            self.library(launch.source).launch(struct.pack(*values), *map(ctypes.c_uint, grid))
+            library = self.library(launch.source)
+            library.launch(struct.pack(*values), *map(ctypes.c_uint, grid))
+            self.atomics = library.atomics_made()
 
         return SimpleNamespace(launch=run)
 
@@ -131,6 +135,7 @@ def install(monkeypatch, compiler):
     monkeypatch.setattr(cuda_grouped_sides, "kernel_of", compiler.kernel_of)
     monkeypatch.setattr(cuda_grouped, "_uploaded", uploaded)
     monkeypatch.setattr(cuda_grouped, "streamIsCapturing", lambda stream: False)
+    monkeypatch.setattr(cuda_grouped, "scratch", lambda nbytes, stream: Memory(nbytes))
     for plan in (cuda._dequantize_plan, cuda._transpose_plan, cuda_grouped._dequantize_kernel):
         plan.cache_clear()
         monkeypatch.setattr(cuda if plan is not cuda_grouped._dequantize_kernel else cuda_grouped, plan.__name__,
