@@ -1,12 +1,14 @@
 """Delayed scaling against TransformerEngine's formulas in plain Python, and what a slot records."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 import hqarray as hq
-from hqarray import testing
+from hqarray import reference, testing
+from hqarray.formats import BFLOAT16
 from hqarray.inputs import Slots
 
 
@@ -174,6 +176,81 @@ def test_members_of_a_group_have_slots_of_their_own(xp, device_sizes):
     assert host(state.current).tolist() == [0, *largest, 0]
     with pytest.raises(ValueError, match=r"one float32 for each group, \(3,\), not float32 of shape \(2,\)"):
         hq.grouped_quantize(values, sizes, rowwise="fp8_e4m3", amax=state[:2])
+
+
+KINDS = ("wide", "nans", "infinities", "subnormals")
+RECORDED = [*PAIRS, ("fp8_e4m3", None), (None, "fp8_e4m3"), ("fp8_e4m3", "mxfp8"), ("nvfp4", "nvfp4"), (None, "nvfp4"),
+            ("fp8_e4m3", "fp8_row_e4m3"), ("nvfp4(four_over_six=mae)", "mxfp8"), ("fp8_block_128x128", "nvfp4")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("pair", RECORDED, ids=str)
+def test_what_is_recorded_is_the_amax_bit_for_bit(xp, pair, dtype):
+    """Of matrices on 16 bytes and on any, as they lie and turned, and of what an array is requantized from."""
+    for kind in KINDS:
+        wide = testing.matrix(kind, (145, 281), np.float32 if dtype == "float64" else np.dtype(dtype)).astype(dtype)
+        for values in (wide, wide[:, 1:], wide.T, wide[3:, ::2], wide[:1, :1], wide[:0]):
+            state = hq.DelayedScaling(2, like=xp.zeros(1, np.float32))
+            state.amax[...] = 3
+            values = placed(xp, wide, values)
+            array = hq.quantize(values, rowwise=pair[0], columnwise=pair[1], amax=state[0])
+            testing.assert_bitwise_equal(host(state.current[:1]), host(hq.amax(values)))
+            testing.assert_bitwise_equal(host(state.current[:1]), reference.amax(host(values)))
+            plain = hq.quantize(values, rowwise=pair[0], columnwise=pair[1], amax=3.0)
+            testing.assert_bitwise_equal(array, plain)
+            hq.requantize(array, values, amax=state[1])
+            testing.assert_bitwise_equal(host(state.current[1:]), host(state.current[:1]))
+
+
+def placed(xp, whole, view):
+    """A view of a NumPy array, or the same view of its copy on a GPU."""
+    if xp is np:
+        return view
+    offset = view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    return xp.ndarray(view.shape, view.dtype, xp.asarray(whole).data + offset, strides=view.strides)
+
+
+@pytest.mark.parametrize("pair", [("fp8_e4m3", "nvfp4"), ("mxfp8", "fp8_e4m3"), ("nvfp4", "mxfp8")], ids=str)
+def test_of_derived_columns_the_amax_of_the_values_is_recorded(xp, pair):
+    """Not of what the rows decode to, which saturates here; whichever of the two has the amax."""
+    values = xp.asarray(testing.matrix("gauss", (40, 72), np.float32))
+    state = hq.DelayedScaling(4, like=values)
+    state.amax[...] = 0.25
+    given = {"rowwise": pair[0], "columnwise": pair[1], "columnwise_source": "rowwise_dequantized"}
+    array = hq.quantize(values, **given, amax=state[0])
+    testing.assert_bitwise_equal(array, hq.quantize(values, **given, amax=0.25))
+    hq.requantize(array, values, amax=state[1])
+    hq.requantize(array.T, values.T, amax=state[2])
+    hq.requantize(array, values, amax=state[3], noop=xp.ones(1, np.int32))
+    largest = host(hq.amax(values))[0]
+    assert host(state.current).tolist() == [largest, largest, largest, 0]
+
+
+@pytest.mark.parametrize("pair", [("fp8_e4m3", "fp8_e5m2"), ("nvfp4", None), (None, "nvfp4_16x16"),
+                                  ("mxfp8", "fp8_e4m3")], ids=str)
+@pytest.mark.parametrize("sizes", [[0, 128, 0, 130, 65, 0], [1, 7, 379, 0], [0, 0]], ids=str)
+def test_members_record_their_own_amax_and_rows_of_none_nothing(xp, pair, sizes):
+    for kind, alignment in itertools.product(KINDS, (1, 16)):
+        reach = sum(-(-n // alignment) * alignment for n in sizes)
+        x = np.full((reach + 200, 136), np.inf, BFLOAT16)
+        state = hq.DelayedScaling(len(sizes) + 1, like=xp.zeros(1, np.float32))
+        state.amax[...] = 2
+        wanted, start = [], 0
+        for n in sizes:
+            x[start : start + n] = testing.matrix(kind, (n, 136), BFLOAT16)
+            wanted.append(reference.amax(x[start : start + n])[0])
+            start += -(-n // alignment) * alignment
+        values, slots = xp.asarray(x), state[: len(sizes)]
+        given = xp.asarray(np.array(sizes, np.int64)) if xp is not np else sizes
+        named = {"rowwise": pair[0], "columnwise": pair[1], "alignment": alignment}
+        group = hq.grouped_quantize(values, given, **named, amax=slots)
+        testing.assert_bitwise_equal(host(state.current), np.float32([*wanted, 0]))
+        state.current[...] = 0
+        for skipped in (1, 0):
+            flag = xp.asarray(np.array([skipped], np.int32))
+            hq.grouped_quantize(values, given, alignment=alignment, out=group, amax=slots, noop=flag)
+            expected = [0] * (len(sizes) + 1) if skipped else [*wanted, 0]
+            testing.assert_bitwise_equal(host(state.current), np.float32(expected))
 
 
 def test_a_rotated_part_has_no_slot():
