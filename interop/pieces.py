@@ -80,15 +80,19 @@ def _scales(piece: PartLayout, whole: PartLayout, first: int, axis: int) -> Move
 
 
 @lru_cache(maxsize=4096)
-def scalars(format: Format, shape: tuple[int, int], whole: tuple[int, int]) -> Move | None:
-    """Scales, global scale and amax of the matrix, which all pieces have: from a piece of a shape to the whole."""
+def scalars(format: Format, shape: tuple[int, int], whole: tuple[int, int], has_amax: bool) -> tuple[Move, ...]:
+    """The scale, global scale and amax of a matrix, which all its pieces have: from one of a shape to the whole."""
     storage = format.storage
-    if storage.block is not None and (storage.global_per_row or not storage.global_scale):
-        return None
     source, target = (part_layout(storage, size) for size in (shape, whole))
-    start, end = ((layout.global_scale_offset if storage.block is not None else layout.scales_offset)
-                  for layout in (source, target))
-    return Move(start, end, source.nbytes - start, 1, source.nbytes - start, source.nbytes - start)
+    at = [(source.scales_offset, target.scales_offset)] if storage.block is None and storage.scale != "none" else []
+    if storage.global_scale and not storage.global_per_row:
+        at.append((source.global_scale_offset, target.global_scale_offset))
+    if has_amax:
+        at.append((source.amax_offset, target.amax_offset))
+    if len(at) == 2:  # one copy of two rows, as far apart in the piece as in the whole
+        (first, to), (second, other) = at
+        return (Move(first, to, 4, 2, second - first, other - to),)
+    return tuple(Move(first, to, 4, 1, 4, 4) for first, to in at)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from hqarray.layout import Array, namespace, part_layout
 from hqarray.philox import Draws
 from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
-from .distributed import as_ranks, exchange
+from .distributed import Bytes, as_ranks, exchange
 from .pieces import Move, block, has_scales_of_pieces, memory_of_part, move, moves, scalars, whole_part
 
 AXES = ("rows", "columns")
@@ -254,14 +254,8 @@ def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedAr
             mine = block(ours, start, (pieces.sizes[ranks.rank],), module)
             ranks.all_gather(mine, messages, pieces.sizes)
             pieces.put(all_, memory_of(messages), 0)
-        _put_scalars(all_, ours, scalars(format, part.shape, sharding.shape))
+        move(all_, ours, 0, scalars(format, part.shape, sharding.shape, part.amax is not None))
     return whole
-
-
-def _put_scalars(whole: Any, piece: Any, wanted: Move | None) -> None:
-    """What belongs to the whole matrix, and is equal on all ranks."""
-    if wanted is not None:
-        move(whole, piece, 0, (wanted,))
 
 
 class _Chunk(NamedTuple):
@@ -387,13 +381,12 @@ def _gather_chunks(
             if has_scales_of_pieces(format):
                 arrived = memory_of(module.empty(total[-1], np.uint8))
         memory, pitch = memory_of_part(part), chunk.pitch
-        messages = [(block(memory, 0, (last - first, pitch), module),
-                     [block(target, a * pitch, (b - a, pitch), module) for a, b in chunk.places])]
+        messages = [(Bytes(memory, 0, (last - first) * pitch),
+                     [Bytes(target, a * pitch, (b - a) * pitch) for a, b in chunk.places])]
         if arrived is not None:
             messages.append((
-                block(memory, chunk.starts[rank], (chunk.sizes[rank],), module),
-                [block(arrived, offset + end, (size,), module)
-                 for end, size in zip(chunk.ends, chunk.sizes, strict=False)],
+                Bytes(memory, chunk.starts[rank], chunk.sizes[rank]),
+                [Bytes(arrived, offset + end, size) for end, size in zip(chunk.ends, chunk.sizes, strict=False)],
             ))
         travelling.append((ranks.start_spread(messages), chunk, offset))
     for finish, chunk, offset in travelling:
@@ -401,7 +394,7 @@ def _gather_chunks(
         if arrived is not None:
             chunk.put(target, arrived, offset)
     assert whole is not None
-    _put_scalars(target, memory, scalars(format, part.shape, own.shape))
+    move(target, memory, 0, scalars(format, part.shape, own.shape, format.measures_amax))
     return whole
 
 

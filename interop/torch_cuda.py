@@ -93,6 +93,17 @@ def flat(memory: Any, nbytes: int) -> tuple[Any, int]:
     return whole, memory.ptr - storage.data_ptr()
 
 
+def bytes_at(memory: Any, start: int, nbytes: int) -> Any:
+    """Bytes from a place in a MemoryPointer's on, as a tensor. Orders no streams."""
+    mem = memory.mem
+    if type(mem) is TorchMemory:
+        tensor = mem.tensor
+        if tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous():
+            first = memory.ptr - mem.ptr + start
+            return tensor[first : first + nbytes]
+    return as_tensor(memory + start, torch.uint8, (nbytes,))
+
+
 def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):
