@@ -115,7 +115,7 @@ def unwritten(format: Format, shape: tuple[int, int]) -> tuple[Span, ...]:
 def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
     """A part that pieces are put into: its padding is zero, its codes are not where they have none."""
     layout = part_layout(format.storage, shape)
-    base = module.empty(layout.nbytes, BYTES)
+    base = module.ndarray((layout.nbytes,), BYTES)
     buffers = Packed.of(base, layout, format.storage.global_scale, has_amax)
     for offset, nbytes in unwritten(format, shape):
         if isinstance(base, np.ndarray):
@@ -159,5 +159,5 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
     return np.ndarray(shape, BYTES, memory.data, offset, (pitch, 1))
 
 
-__all__ = ["Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars", "unwritten",
-           "whole_part"]
+__all__ = ["BYTES", "Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars",
+           "unwritten", "whole_part"]

@@ -25,7 +25,7 @@ from hqarray.philox import Draws
 from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
 from .distributed import Bytes, as_ranks, exchange
-from .pieces import Move, block, has_scales_of_pieces, memory_of_part, move, moves, scalars, whole_part
+from .pieces import BYTES, Move, block, has_scales_of_pieces, memory_of_part, move, moves, scalars, whole_part
 
 AXES = ("rows", "columns")
 
@@ -346,40 +346,61 @@ def quantize_all_gather(
         return all_gather(piece, sharding, ranks)
     sharding.expect(values.shape, ranks, "the piece")
     nominal = ops._nominal(values.dtype)
-    format = as_format(given).resolve(nominal)
-    _expect_no_cut({direction: format}, sharding)
+    gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
+    format = gathering.format
     if amax is not None:
         amax = as_amax(amax, [format], values)
-    draws = as_draws(seed, [format], values)
+    draws = None if seed is None and not format.is_stochastic else as_draws(seed, [format], values)
     with on_device(values.device):
         amax = _amax_of_all(values, {direction: format}, amax, ranks)
-        whole = _gather_chunks(values, sharding, ranks, direction, format, (amax, draws), chunks)
-    parts: dict[str, Any] = {direction: whole}
-    return HybridArray(**parts, shape=sharding.shape, dtype=nominal)
+        whole = _gather_chunks(values, ranks, gathering, amax, draws)
+    rows, columns = (whole, None) if gathering.by_rows else (None, whole)
+    return HybridArray(rows, columns, sharding.shape, nominal)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gathering:
+    """What a call does but for its values; own is the sharding of the (outer, k) matrix."""
+
+    format: Format
+    by_rows: bool
+    own: Sharding
+    chunks: list[_Chunk]
+    offsets: list[int]  # of each chunk in what arrives, and all bytes
+    has_scales: bool
+    measures: bool
+
+
+@lru_cache(maxsize=1024)
+def _gathering(
+    format: Format, direction: Direction, sharding: Sharding, dtype: np.dtype[Any], count: int
+) -> _Gathering:
+    format, by_rows = format.resolve(dtype), direction == "rowwise"
+    _expect_no_cut({direction: format}, sharding)
+    own = sharding if by_rows else sharding.T
+    chunks = _chunks(format, own, count)
+    offsets = [0, *accumulate(chunk.ends[-1] for chunk in chunks)]
+    return _Gathering(format, by_rows, own, chunks, offsets, has_scales_of_pieces(format), format.measures_amax)
 
 
 def _gather_chunks(
-    values: Array, sharding: Sharding, ranks: Any, direction: Direction, format: Format,
-    given: tuple[Array | None, Draws | None], count: int,
+    values: Array, ranks: Any, gathering: _Gathering, amax: Array | None, draws: Draws | None
 ) -> QuantizedArray:
-    """The part of the whole, whose rows are cut. given: amax and draws."""
-    (amax, draws), by_rows = given, direction == "rowwise"
-    own = sharding if by_rows else _turned(sharding)
+    """The part of the whole, whose rows are cut."""
+    format, by_rows, shape = gathering.format, gathering.by_rows, gathering.own.shape
     module, backend, pair = namespace(values), backend_of(values), (format, None) if by_rows else (None, format)
-    chunks, rank, whole = _chunks(format, own, count), ranks.rank, None
-    total = [0, *accumulate(chunk.ends[-1] for chunk in chunks)]
-    travelling, arrived = [], None
-    for chunk, offset in zip(chunks, total, strict=False):
+    rank, whole, arrived, travelling = ranks.rank, None, None, []
+    for chunk, offset in zip(gathering.chunks, gathering.offsets, strict=False):
         mine, (first, last) = chunk.own[rank], chunk.places[rank]
         if draws is not None:
             draws = Draws(draws.seed, first=(first, 0) if by_rows else (0, first))
-        chosen = values[mine] if by_rows else values[:, mine]
+        chosen = values if len(gathering.chunks) == 1 else values[mine] if by_rows else values[:, mine]
         part = backend.quantize_parts(chosen, *pair, None, amax, draws)[0 if by_rows else 1]
         if whole is None:  # the first kernel is under way
-            whole = whole_part(format, own.shape, module, format.measures_amax)
+            whole = whole_part(format, shape, module, gathering.measures)
             target = memory_of_part(whole)
-            if has_scales_of_pieces(format):
-                arrived = memory_of(module.empty(total[-1], np.uint8))
+            if gathering.has_scales:
+                arrived = memory_of(module.ndarray((gathering.offsets[-1],), BYTES))
         memory, pitch = memory_of_part(part), chunk.pitch
         messages = [(Bytes(memory, 0, (last - first) * pitch),
                      [Bytes(target, a * pitch, (b - a) * pitch) for a, b in chunk.places])]
@@ -389,18 +410,13 @@ def _gather_chunks(
                 [Bytes(arrived, offset + end, size) for end, size in zip(chunk.ends, chunk.sizes, strict=False)],
             ))
         travelling.append((ranks.start_spread(messages), chunk, offset))
+    move(target, memory, 0, scalars(format, part.shape, shape, gathering.measures))
     for finish, chunk, offset in travelling:
         finish()
         if arrived is not None:
             chunk.put(target, arrived, offset)
     assert whole is not None
-    move(target, memory, 0, scalars(format, part.shape, own.shape, format.measures_amax))
     return whole
-
-
-@lru_cache(maxsize=1024)
-def _turned(sharding: Sharding) -> Sharding:
-    return sharding.T
 
 
 __all__ = ["Sharding", "all_gather", "quantize_all_gather", "quantize_sharded"]
