@@ -466,10 +466,14 @@ def combine(
 def weighted_sum(slots: Array, route: Route, weights: Any = None) -> Array:
     """(tokens, top, n) times weights (tokens, top), summed over the choices in float32: (tokens, n)."""
     weights = None if weights is None else _as_weights(weights, route)
-    total = namespace(slots).zeros((route.tokens, slots.shape[2]), np.float32)
+    module, total = namespace(slots), None
     for choice in range(route.top):
-        row = slots[:, choice].astype(np.float32)
-        total += row if weights is None else row * weights[:, choice, None]
+        row = slots[:, choice]
+        if weights is not None:
+            row = module.multiply(row, weights[:, choice, None], dtype=np.float32)
+        total = row.astype(np.float32) if total is None else module.add(total, row, out=total)
+    if total is None:
+        total = module.zeros((route.tokens, slots.shape[2]), np.float32)
     return total.astype(slots.dtype)
 
 
