@@ -6,6 +6,7 @@ A piece is the part of some rows (axis 0) or columns (axis 1) of an (outer, k) m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -112,11 +113,26 @@ def unwritten(format: Format, shape: tuple[int, int]) -> tuple[Span, ...]:
 # --- bytes --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
+def _layout(format: Format, shape: tuple[int, int]) -> PartLayout:
+    """Kept by format, whose storage takes longer to make than a look-up."""
+    return part_layout(format.storage, shape)
+
+
+def on_device_of(values: Array) -> Any:
+    """A context in which arrays are allocated beside one: none where they are."""
+    if isinstance(values, np.ndarray):
+        return nullcontext()
+    from cupy_backends.cuda.api.runtime import getDevice
+
+    return nullcontext() if values.data.device_id == getDevice() else values.device
+
+
 def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
     """A part that pieces are put into: its padding is zero, its codes are not where they have none."""
-    layout = part_layout(format.storage, shape)
+    layout = _layout(format, shape)
     base = module.ndarray((layout.nbytes,), BYTES)
-    buffers = Packed.of(base, layout, format.storage.global_scale, has_amax)
+    buffers = Packed.of(base, layout, layout.has_global_scale, has_amax)
     for offset, nbytes in unwritten(format, shape):
         if isinstance(base, np.ndarray):
             base[offset : offset + nbytes] = 0
@@ -159,5 +175,5 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
     return np.ndarray(shape, BYTES, memory.data, offset, (pitch, 1))
 
 
-__all__ = ["BYTES", "Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars",
-           "unwritten", "whole_part"]
+__all__ = ["BYTES", "Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "on_device_of",
+           "scalars", "unwritten", "whole_part"]
