@@ -279,9 +279,7 @@ class TorchRanks(Ranks):
         """Begin to send a tensor of each message to all ranks, into their tensors."""
         dist, calls = self._dist, []
         if messages[0][0].is_cuda:  # NCCL sends lists, with less of the host's time than a batch of calls
-            options = self._options.AllToAllOptions()
-            options.asyncOp = True
-            works = [self.group.alltoall(list(out), [mine] * self.size, options) for mine, out in messages]
+            works = [self._send_lists(messages)]
         else:
             for mine, out in messages:
                 for peer, chunk in enumerate(out):
@@ -302,6 +300,18 @@ class TorchRanks(Ranks):
             held.clear()
 
         return finish
+
+    def _send_lists(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
+        """The work of all messages as one operation of NCCL, by the calls that torch's own batches are made of."""
+        group, options, device = self.group, self._options.AllToAllOptions(), messages[0][0].device
+        options.asyncOp = True
+        if len(messages) == 1:
+            mine, out = messages[0]
+            return group.alltoall(list(out), [mine] * self.size, options)
+        group._start_coalescing(device)
+        for mine, out in messages:
+            group.alltoall(list(out), [mine] * self.size, options)
+        return group._end_coalescing(device)
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
