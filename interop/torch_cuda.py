@@ -101,7 +101,7 @@ def _is_bytes(mem: Any) -> bool:
     if type(mem) is not TorchMemory:
         return False
     tensor = mem.tensor
-    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous()  # type: ignore[no-any-return]
+    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous()
 
 
 def bytes_at(memory: Any, start: int, nbytes: int) -> Any:
