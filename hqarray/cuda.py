@@ -351,10 +351,15 @@ def _copy_into(part: QuantizedArray, source: QuantizedArray | None) -> None:
             target[...] = new
 
 
+@lru_cache(maxsize=MOST_PLANS)
+def _amax_kernel(dtype: np.dtype[Any], aligned: bool, m: int, k: int, device: int) -> Kernel:
+    return _kernel(traits.amax_launch(dtype.name, aligned), m, k, device)
+
+
 def amax(values: Array) -> Array:
     """See reference.amax."""
     with _on_device_of(values.data):
-        whole = cupy.empty(1, np.float32)
+        whole = cupy.ndarray((1,), FLOAT32)
         memsetAsync(whole.data.ptr, 0, 4, stream_of(values.data.device_id))
         _raise_to_amax(values, whole)
     return whole
@@ -364,7 +369,7 @@ def _raise_to_amax(values: Array, whole: Array, noop: Array | None = None) -> No
     values, _ = _readable(values)
     pointer, row_bytes, device = values.data.ptr, values.strides[0], values.data.device_id
     m, k = values.shape
-    kernel = _kernel(traits.amax_launch(values.dtype.name, (pointer | row_bytes) % 16 == 0), m, k, device)
+    kernel = _amax_kernel(values.dtype, (pointer | row_bytes) % 16 == 0, m, k, device)
     flag = 0 if noop is None else noop.data.ptr
     kernel.launch(stream_of(device), _AMAX, pointer, row_bytes, m, k, whole.data.ptr, 0, flag)
 

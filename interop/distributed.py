@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from hqarray.buffers import ordinal_of
 from hqarray.inputs import place
 from hqarray.layout import Array, namespace
 
@@ -25,6 +26,32 @@ BYTES, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 class CollectiveError(RuntimeError):
     """A collective failed on this rank: its name, rank and shapes, and the engine's own words."""
+
+
+class Bytes(NamedTuple):
+    """Bytes of a buffer, which is a NumPy array of bytes or CuPy's MemoryPointer: where they begin, and how many."""
+
+    memory: Any
+    start: int
+    nbytes: int
+
+    def array(self) -> Array:
+        """An array over them."""
+        if isinstance(self.memory, np.ndarray):
+            return self.memory[self.start : self.start + self.nbytes]
+        return namespace(self.memory).ndarray((self.nbytes,), BYTES, self.memory + self.start)
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.nbytes,)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return BYTES
+
+    @property
+    def ordinal(self) -> int:
+        return ordinal_of(self.memory)
 
 
 class Ranks(ABC):
@@ -86,19 +113,17 @@ class Ranks(ABC):
         if array.nbytes or out.nbytes or sent is not None:
             self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
 
-    def start_spread(self, messages: Sequence[tuple[Array, Sequence[Array]]]) -> Callable[[], None]:
-        """Begin to send arrays to all ranks, each into places of its own; (array, out): rank i's array goes to out[i].
+    def start_spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]]) -> Callable[[], None]:
+        """Begin to send bytes to all ranks, each into places of its own; (mine, out): rank i's bytes go to out[i].
 
-        returns  what must be called before the places are read, or arrays written: it makes CuPy's stream wait (on the
-                 CPU the host). Until then engines that have a stream of their own work beside the caller's.
+        returns  what must be called before the places are read, or what is sent is written: it makes CuPy's stream wait
+                 (on the CPU the host). Until then engines that have a stream of their own work beside the caller's.
         """
-        given = [x for array, out in messages for x in (array, *out)]
-        for array, out in messages:
-            fits = len(out) == self.size and out[self.rank].shape == array.shape
-            if not fits or not all(_alike(array, x) for x in out):
-                self._refuse("start_spread", f"arrays for {self.size} ranks", array, *out)
-        rows = [(_rows(array), [_rows(x) for x in out]) for array, out in messages]
-        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, rows), *given)
+        for mine, out in messages:
+            if len(out) != self.size or out[self.rank].nbytes != mine.nbytes:
+                self._refuse("start_spread", f"bytes for {self.size} ranks", mine, *out)
+        given = messages[0][0], *messages[0][1]
+        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, messages), *given)
         return partial(self._run, "start_spread", lambda *_: finish(), *given)
 
     # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
@@ -116,7 +141,7 @@ class Ranks(ABC):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None: ...
 
     @abstractmethod
-    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]: ...
+    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]: ...
 
     # --- errors ---
 
@@ -186,9 +211,9 @@ class Alone(Ranks):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
         out[...] = array
 
-    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
-        for array, (out,) in messages:
-            out[...] = array
+    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
+        for mine, (out,) in messages:
+            out.array()[...] = mine.array()
         return _nothing
 
 
@@ -213,14 +238,14 @@ class TorchRanks(Ranks):
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
         self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
-        self._dist, self._arrays = dist, torch_arrays
+        self._dist, self._arrays, self._options = dist, torch_arrays, dist.distributed_c10d
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def _run(self, what: str, call: Callable[..., Any], *given: Any) -> Any:
         """Torch's stream after CuPy's, and CuPy's after it."""
-        ordinal = place(given[0])
+        ordinal = given[0].ordinal if isinstance(given[0], Bytes) else place(given[0])
         if ordinal < 0:
             return super()._run(what, call, *given)
         cuda = self._arrays._cuda()
@@ -230,46 +255,63 @@ class TorchRanks(Ranks):
         return result
 
     def _all_reduce_max(self, array: Array) -> None:
-        self._dist.all_reduce(self._arrays.as_tensor(array), op=self._dist.ReduceOp.MAX, group=self.group)
+        options = self._options.AllreduceOptions()
+        options.reduceOp = self._dist.ReduceOp.MAX
+        self.group.allreduce([self._arrays.as_tensor(array)], options).wait()  # dist.all_reduce's checks take 20 us
 
     def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
         tensor = self._arrays.as_tensor
         if len(set(sizes)) == 1:
             self._gather(tensor(out), tensor(array), group=self.group)
             return
-        self._spread([(array, _chunks(out, sizes))])()
+        self._to_all([(tensor(array), [tensor(chunk) for chunk in _chunks(out, sizes)])])()
 
-    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
-        dist, tensor, calls = self._dist, self._arrays.as_tensor, []
-        if place(messages[0][0]) >= 0:  # NCCL sends lists, with less of the host's time than a batch of calls
-            lists = [([tensor(x) for x in out], tensor(array)) for array, out in messages]
-            works = [dist.all_to_all(out, [mine] * self.size, group=self.group, async_op=True) for out, mine in lists]
+    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
+        return self._to_all([(self._tensor_of(mine), [self._tensor_of(x) for x in out]) for mine, out in messages])
 
-            def wait() -> None:
-                for work in works:
-                    work.wait()
-                lists.clear()  # the memory is not needed any more
+    def _tensor_of(self, given: Bytes) -> Any:
+        memory, start, nbytes = given
+        if isinstance(memory, np.ndarray):
+            return self._arrays.as_tensor(given.array())
+        return self._arrays._cuda().bytes_at(memory, start, nbytes)
 
-            return wait
-        for array, out in messages:
-            mine = tensor(array) if array.size else None
-            for peer, chunk in enumerate(out):
-                if peer == self.rank:
-                    continue
-                if chunk.size:
-                    calls.append(dist.P2POp(dist.irecv, tensor(chunk), group=self.group, group_peer=peer))
-                if mine is not None:
-                    calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
-        works = dist.batch_isend_irecv(calls) if calls else []
-        for array, out in messages:  # beside what travels: not before it on the caller's stream
-            out[self.rank][...] = array
+    def _to_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Callable[[], None]:
+        """Begin to send a tensor of each message to all ranks, into their tensors."""
+        dist, calls = self._dist, []
+        if messages[0][0].is_cuda:  # NCCL sends lists, with less of the host's time than a batch of calls
+            works = [self._send_lists(messages)]
+        else:
+            for mine, out in messages:
+                for peer, chunk in enumerate(out):
+                    if peer == self.rank:
+                        chunk.copy_(mine)
+                        continue
+                    if chunk.numel():
+                        calls.append(dist.P2POp(dist.irecv, chunk, group=self.group, group_peer=peer))
+                    if mine.numel():
+                        calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
+            works = dist.batch_isend_irecv(calls) if calls else []
+        held = [messages]
 
         def finish() -> None:
             for work in works:
                 work.wait()
             calls.clear()  # the memory is not needed any more
+            held.clear()
 
         return finish
+
+    def _send_lists(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
+        """The work of all messages as one operation of NCCL, by the calls that torch's own batches are made of."""
+        group, options, device = self.group, self._options.AllToAllOptions(), messages[0][0].device
+        options.asyncOp = True
+        if len(messages) == 1:
+            mine, out = messages[0]
+            return group.alltoall(list(out), [mine] * self.size, options)
+        group._start_coalescing(device)
+        for mine, out in messages:
+            group.alltoall(list(out), [mine] * self.size, options)
+        return group._end_coalescing(device)
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
@@ -303,7 +345,7 @@ class NcclRanks(Ranks):
             nccl, stream = self._nccl, self._stream().ptr
             self.communicator.allGather(array.data.ptr, out.data.ptr, array.size, nccl.NCCL_UINT8, stream)
             return
-        self._spread([(array, _chunks(out, sizes))])
+        self._exchange([([array] * self.size, _chunks(out, sizes))])
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         nccl = self._nccl
@@ -314,8 +356,8 @@ class NcclRanks(Ranks):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
         self._exchange([(_chunks(array, sent), _chunks(out, received))])
 
-    def _spread(self, messages: Sequence[tuple[Array, Sequence[Array]]], *held: Array) -> Callable[[], None]:
-        self._exchange([([array] * self.size, out) for array, out in messages])
+    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
+        self._exchange([([mine.array()] * self.size, [x.array() for x in out]) for mine, out in messages])
         return _nothing
 
     def _exchange(self, messages: Sequence[tuple[Sequence[Array], Sequence[Array]]]) -> None:
@@ -373,4 +415,4 @@ def exchange(ranks: Ranks, numbers: Sequence[int], like: Array) -> list[tuple[in
     return [tuple(row) for row in (every.get() if hasattr(every, "get") else every).tolist()]
 
 
-__all__ = ["Alone", "CollectiveError", "NcclRanks", "Ranks", "TorchRanks", "as_ranks", "exchange"]
+__all__ = ["Alone", "Bytes", "CollectiveError", "NcclRanks", "Ranks", "TorchRanks", "as_ranks", "exchange"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from hqarray.inputs import as_array, as_ours, place
 from hqarray.layout import Array, namespace, part_layout
 
 from .distributed import Ranks, as_ranks
-from .pieces import block, memory_of_part
+from .pieces import block, bytes_of, memory_of_part, take_rows
 
 # --- where tokens go ----------------------------------------------------------------------------
 
@@ -224,42 +223,6 @@ def _with_zero_row(count: int, like: Array) -> Array:
     rows = namespace(like).empty((count + 1, like.shape[1]), like.dtype)
     rows[count:] = 0
     return rows
-
-
-WIDE = tuple(np.dtype(name) for name in ("complex128", "int64", "int32", "int16"))
-
-
-def _wide(rows: Array) -> Array:
-    """Rows of bytes in elements as wide as they can be: a GPU moves 16 bytes at once as fast as one."""
-    at = 0 if isinstance(rows, np.ndarray) else rows.data.ptr
-    for dtype in WIDE:
-        if (rows.shape[1] | at) % dtype.itemsize == 0:
-            return rows.view(dtype)
-    return rows
-
-
-def take_rows(rows: Array, index: Array, out: Array | None = None) -> Array:
-    """Those rows of bytes (n, width), in one piece each; out: (len(index), width) to write them to."""
-    module = namespace(rows)
-    if out is None:
-        out = module.empty((len(index), rows.shape[1]), rows.dtype)
-    if out.size:
-        if len(rows):
-            source, target = _wide(rows), _wide(out)
-            if source.dtype == target.dtype:
-                module.take(source, index, axis=0, out=target)
-            else:
-                module.take(rows, index, axis=0, out=out)
-        else:
-            out[...] = 0  # with a capacity something is sent, wanted or not
-    return out
-
-
-def bytes_of(array: Array) -> Array:
-    """An array (n, ...) as (n, bytes)."""
-    array = namespace(array).ascontiguousarray(array)
-    width = prod(array.shape[1:]) * array.itemsize
-    return array.reshape(-1).view(np.uint8).reshape(len(array), width)
 
 
 # --- quantized rows -----------------------------------------------------------------------------
@@ -466,10 +429,14 @@ def combine(
 def weighted_sum(slots: Array, route: Route, weights: Any = None) -> Array:
     """(tokens, top, n) times weights (tokens, top), summed over the choices in float32: (tokens, n)."""
     weights = None if weights is None else _as_weights(weights, route)
-    total = namespace(slots).zeros((route.tokens, slots.shape[2]), np.float32)
+    module, total = namespace(slots), None
     for choice in range(route.top):
-        row = slots[:, choice].astype(np.float32)
-        total += row if weights is None else row * weights[:, choice, None]
+        row = slots[:, choice]
+        if weights is not None:
+            row = module.multiply(row, weights[:, choice, None], dtype=np.float32)
+        total = row.astype(np.float32) if total is None else module.add(total, row, out=total)
+    if total is None:
+        total = module.zeros((route.tokens, slots.shape[2]), np.float32)
     return total.astype(slots.dtype)
 
 
@@ -503,5 +470,4 @@ def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = 
         return HybridArray(arrived, dtype=dtype).dequantize().reshape(shape)
 
 
-__all__ = ["Record", "Route", "can_travel", "combine", "dispatch", "make_route", "returned", "take_rows",
-           "weighted_sum"]
+__all__ = ["Record", "Route", "can_travel", "combine", "dispatch", "make_route", "returned", "weighted_sum"]

@@ -1,4 +1,4 @@
-"""Where pieces of a part lie in the whole: plain numbers, and the copies that put bytes there.
+"""Where pieces of a part lie in the whole: plain numbers, and the copies that put bytes and rows there.
 
 A piece is the part of some rows (axis 0) or columns (axis 1) of an (outer, k) matrix, in a buffer of its own.
 """
@@ -6,6 +6,7 @@ A piece is the part of some rows (axis 0) or columns (axis 1) of an (outer, k) m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import Format
-from hqarray.layout import Array, BlockMajor, PartLayout, part_layout
+from hqarray.layout import Array, BlockMajor, PartLayout, namespace, part_layout
 
 BYTES = np.dtype(np.uint8)
 
@@ -80,15 +81,19 @@ def _scales(piece: PartLayout, whole: PartLayout, first: int, axis: int) -> Move
 
 
 @lru_cache(maxsize=4096)
-def scalars(format: Format, shape: tuple[int, int], whole: tuple[int, int]) -> Move | None:
-    """Scales, global scale and amax of the matrix, which all pieces have: from a piece of a shape to the whole."""
+def scalars(format: Format, shape: tuple[int, int], whole: tuple[int, int], has_amax: bool) -> tuple[Move, ...]:
+    """The scale, global scale and amax of a matrix, which all its pieces have: from one of a shape to the whole."""
     storage = format.storage
-    if storage.block is not None and (storage.global_per_row or not storage.global_scale):
-        return None
     source, target = (part_layout(storage, size) for size in (shape, whole))
-    start, end = ((layout.global_scale_offset if storage.block is not None else layout.scales_offset)
-                  for layout in (source, target))
-    return Move(start, end, source.nbytes - start, 1, source.nbytes - start, source.nbytes - start)
+    at = [(source.scales_offset, target.scales_offset)] if storage.block is None and storage.scale != "none" else []
+    if storage.global_scale and not storage.global_per_row:
+        at.append((source.global_scale_offset, target.global_scale_offset))
+    if has_amax:
+        at.append((source.amax_offset, target.amax_offset))
+    if len(at) == 2:  # one copy of two rows, as far apart in the piece as in the whole
+        (first, to), (second, other) = at
+        return (Move(first, to, 4, 2, second - first, other - to),)
+    return tuple(Move(first, to, 4, 1, 4, 4) for first, to in at)
 
 
 @lru_cache(maxsize=4096)
@@ -108,11 +113,26 @@ def unwritten(format: Format, shape: tuple[int, int]) -> tuple[Span, ...]:
 # --- bytes --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
+def _layout(format: Format, shape: tuple[int, int]) -> PartLayout:
+    """Kept by format, whose storage takes longer to make than a look-up."""
+    return part_layout(format.storage, shape)
+
+
+def on_device_of(values: Array) -> Any:
+    """A context in which arrays are allocated beside one: none where they are."""
+    if isinstance(values, np.ndarray):
+        return nullcontext()
+    from cupy_backends.cuda.api.runtime import getDevice
+
+    return nullcontext() if values.data.device_id == getDevice() else values.device
+
+
 def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
     """A part that pieces are put into: its padding is zero, its codes are not where they have none."""
-    layout = part_layout(format.storage, shape)
-    base = module.empty(layout.nbytes, BYTES)
-    buffers = Packed.of(base, layout, format.storage.global_scale, has_amax)
+    layout = _layout(format, shape)
+    base = module.ndarray((layout.nbytes,), BYTES)
+    buffers = Packed.of(base, layout, layout.has_global_scale, has_amax)
     for offset, nbytes in unwritten(format, shape):
         if isinstance(base, np.ndarray):
             base[offset : offset + nbytes] = 0
@@ -155,5 +175,43 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
     return np.ndarray(shape, BYTES, memory.data, offset, (pitch, 1))
 
 
-__all__ = ["Move", "Span", "block", "has_scales_of_pieces", "memory_of_part", "move", "moves", "scalars", "unwritten",
-           "whole_part"]
+# --- rows ---------------------------------------------------------------------------------------
+
+WIDE = tuple(np.dtype(name) for name in ("complex128", "int64", "int32", "int16"))
+
+
+def _wide(rows: Array) -> Array:
+    """Rows of bytes in elements as wide as they can be: a GPU moves 16 bytes at once as fast as one."""
+    at = 0 if isinstance(rows, np.ndarray) else rows.data.ptr
+    for dtype in WIDE:
+        if (rows.shape[1] | at) % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows
+
+
+def take_rows(rows: Array, index: Array, out: Array | None = None) -> Array:
+    """Those rows of bytes (n, width), in one piece each; out: (len(index), width) to write them to."""
+    module = namespace(rows)
+    if out is None:
+        out = module.empty((len(index), rows.shape[1]), rows.dtype)
+    if out.size:
+        if len(rows):
+            source, target = _wide(rows), _wide(out)
+            if source.dtype == target.dtype:
+                module.take(source, index, axis=0, out=target)
+            else:
+                module.take(rows, index, axis=0, out=out)
+        else:
+            out[...] = 0  # with a capacity something is sent, wanted or not
+    return out
+
+
+def bytes_of(array: Array) -> Array:
+    """An array (n, ...) as (n, bytes)."""
+    array = namespace(array).ascontiguousarray(array)
+    width = prod(array.shape[1:]) * array.itemsize
+    return array.reshape(-1).view(np.uint8).reshape(len(array), width)
+
+
+__all__ = ["BYTES", "Move", "Span", "block", "bytes_of", "has_scales_of_pieces", "memory_of_part", "move", "moves",
+           "on_device_of", "scalars", "take_rows", "unwritten", "whole_part"]

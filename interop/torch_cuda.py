@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from math import prod
 from typing import Any
 
 import cupy  # noqa: TID253
@@ -56,6 +57,8 @@ def as_tensor(memory: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[in
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=f"cuda:{memory.device_id}")
     itemsize = dtype.itemsize
+    if strides == _c_order(shape) and _is_bytes(memory.mem):  # two views take less time than a tensor that is set
+        return bytes_at(memory, 0, prod(shape) * itemsize).view(dtype).view(shape)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     storage, start, device = storage_of(memory, extent * itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, start // itemsize, shape, strides)
@@ -91,6 +94,22 @@ def flat(memory: Any, nbytes: int) -> tuple[Any, int]:
     storage = tensor.untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes() & -16,), (1,))
     return whole, memory.ptr - storage.data_ptr()
+
+
+def _is_bytes(mem: Any) -> bool:
+    """Whether memory is that of a flat tensor of bytes."""
+    if type(mem) is not TorchMemory:
+        return False
+    tensor = mem.tensor
+    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous()
+
+
+def bytes_at(memory: Any, start: int, nbytes: int) -> Any:
+    """Bytes from a place in a MemoryPointer's on, as a tensor. Orders no streams."""
+    mem = memory.mem
+    if _is_bytes(mem):
+        return mem.tensor.narrow(0, memory.ptr - mem.ptr + start, nbytes)
+    return as_tensor(memory + start, torch.uint8, (nbytes,))
 
 
 def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:

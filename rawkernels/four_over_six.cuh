@@ -37,40 +37,57 @@ HQ_FN float error_of(float value, float factor, const Decoded& decoded) {
     return F::four_over_six == SQUARED_ERRORS ? error * error : error;
 }
 
-// Sums of errors of each line's block under one scale byte a line: over its first 8 values, then its other ones, which
-// the next lane has; of a square over its rows besides. Seldom asked for, so the patch is copied to memory and the code
-// is a loop: unrolled, that of two directions does not fit into the instruction cache.
-template <class F, int DOWN, class In, class Globals>
-HQ_FN void total_errors(const Patch<In> patch, const Place& p, const u32 (&byte)[8], const Globals& globals, float (&total)[8]) {
+// Errors of one line's block under two scale bytes, in the order of scaling.py: its first 8 values, then its other ones,
+// which the next lane has.
+template <class F, int DOWN, class In>
+HQ_FN void line_errors(const Patch<In>& patch, const Place& p, int i, const u32 (&byte)[2], const Global& g, float (&sum)[2]) {
     typedef Direction<DOWN> D;
     const bool upper = D::along(p) & 8;
-    float sums[8];
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-        const Global& g = globals.at(i);
-        const float scale = float_of_e4m3(byte[i]);
+    for (int candidate = 0; candidate < 2; ++candidate) {
+        const float scale = float_of_e4m3(byte[candidate]);
         const float factor = two_level_factor(scale, g.decode_scale);
         const Decoded decoded(scale, g.whole, F::bound * float_of(F::Element::max_bits));
-        float sum = 0.0f;
+        float total = 0.0f;
 #pragma unroll 1
         for (int second = 0; second < 2; ++second) {  // the upper lane adds to what the lower one has
 #pragma unroll 1
-            for (int e = 0; e < 8; ++e) sum += error_of<F>(fabsf(DOWN ? patch.at(e, i) : patch.at(i, e)), factor, decoded);
-            const float other = __shfl_xor_sync(~0u, sum, D::step);
-            sum = upper ? (second ? sum : other) : (second ? other : 0.0f);
+            for (int e = 0; e < 8; ++e) total += error_of<F>(fabsf(DOWN ? patch.at(e, i) : patch.at(i, e)), factor, decoded);
+            const float other = __shfl_xor_sync(~0u, total, D::step);
+            total = upper ? (second ? total : other) : (second ? other : 0.0f);
         }
-        sums[i] = sum;
+        sum[candidate] = total;
     }
-    if constexpr (F::block_rows > 1) {
+}
+
+// Bit i: in line i's block 4 errs less, for the lines that some lane of the warp doubts; of squares, whose errors are
+// summed over their rows besides, for all. Seldom asked for, so the patch is copied to memory and the code is a loop:
+// unrolled, that of two directions does not fit into the instruction cache.
+template <class F, int DOWN, class In, class Globals>
+HQ_FN u32 surely_choose(const Patch<In> patch, const Place& p, const u32 (&four)[8], const u32 (&six)[8], const Globals& globals, u32 doubt, u32 chosen) {
+    typedef Direction<DOWN> D;
+    constexpr bool square = F::block_rows > 1;
+    u32 bytes[8][2];
+    float sums[square ? 8 : 1][2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { bytes[i][0] = four[i]; bytes[i][1] = six[i]; }
 #pragma unroll 1
-        for (int i = 0; i < 8; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], D::other_step);
+    for (int i = 0; i < 8; ++i) {
+        if (!square && !__any_sync(~0u, doubt >> i & 1)) continue;
+        float(&sum)[2] = sums[square ? i : 0];
+        line_errors<F, DOWN>(patch, p, i, bytes[i], globals.at(i), sum);
+        if (!square) chosen = (chosen & ~(1u << i)) | u32(sum[0] < sum[1]) << i;
+    }
+    if constexpr (square) {
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i) sums[i / 2][i % 2] += __shfl_xor_sync(~0u, sums[i / 2][i % 2], D::other_step);
 #pragma unroll 1
         for (int half = 4; half; half /= 2)
 #pragma unroll 1
-            for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+            for (int i = 0; i < 2 * half; ++i) sums[i / 2][i % 2] += sums[i / 2 + half][i % 2];
+        chosen = sums[0][0] < sums[0][1] ? 0xFF : 0;
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) total[i] = sums[F::block_rows > 1 ? 0 : i];
+    return chosen;
 }
 
 // The same sums nearly, in units of each block's codes and in fewer operations: x * factor less the nearest E2M1. No
@@ -106,9 +123,9 @@ HQ_FN void nearly_total(const Patch<In>& patch, const float (&factor)[8], float 
 template <class F> constexpr float least_difference =
     (F::four_over_six == SQUARED_ERRORS ? 0x1p-17f : 0x1p-15f) * (F::block_rows > 1 ? 16.0f : 1.0f);
 
-// Bit i: in line i's block 4 errs less. doubt: the sums of one are too near to each other.
+// Bit i: in line i's block 4 errs less. doubt, bit i: its two sums are too near to each other.
 template <class F, int DOWN, class In, class Globals>
-HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32 (&four)[8], const u32 (&six)[8], const Globals& globals, bool& doubt) {
+HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32 (&four)[8], const u32 (&six)[8], const Globals& globals, u32& doubt) {
     float sum_of_four[8], sum_of_six[8] = {};
 #pragma unroll 1
     for (int candidate = 0; candidate < 2; ++candidate) {  // one copy of the code, of which there is much
@@ -121,7 +138,7 @@ HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32
         nearly_total<F, DOWN>(patch, factor, sum_of_six);
     }
     u32 chosen = 0;
-    doubt = false;
+    doubt = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         constexpr bool squared = F::four_over_six == SQUARED_ERRORS;
@@ -130,7 +147,7 @@ HQ_FN u32 nearly_choose(const Patch<In>& patch, const Lines<In>& amax, const u32
         const float a = float_of_e4m3(four[i]) * unit, b = float_of_e4m3(six[i]) * unit;
         const float difference = sum_of_four[i] * (squared ? a * a : a) - sum_of_six[i] * (squared ? b * b : b);
         chosen |= u32(difference < 0.0f && four[i] != six[i]) << i;
-        doubt |= four[i] != six[i] && (six[i] < 8 || !(fabsf(difference) > least_difference<F>));
+        doubt |= u32(four[i] != six[i] && (six[i] < 8 || !(fabsf(difference) > least_difference<F>))) << i;
     }
     return chosen;
 }
@@ -145,21 +162,13 @@ HQ_FN LineScales<F, In> choose_scales(const Patch<In>& patch, const Place& p, co
         six[i] = both & 0xFF;
         four[i] = both >> 8 & 0xFF;
     }
-    bool doubt = true;
-    u32 chosen = 0;
+    u32 doubt = 0xFF, chosen = 0;
     if constexpr (!F::per_row) {  // then factors are in a table
         constexpr bool squared = F::four_over_six == SQUARED_ERRORS;  // under a normal scale b is over whole * 2^-15
         const float whole = globals.at(0).whole;
         if (whole > (squared ? 0x1p-35f : 0x1p-90f) && whole < (squared ? 0x1p55f : 0x1p110f)) chosen = nearly_choose<F, DOWN>(patch, amax, four, six, globals, doubt);
     }
-    if (__any_sync(~0u, doubt)) {
-        float error_of_four[8], error_of_six[8];
-        total_errors<F, DOWN>(patch, p, four, globals, error_of_four);
-        total_errors<F, DOWN>(patch, p, six, globals, error_of_six);
-        chosen = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) chosen |= u32(error_of_four[i] < error_of_six[i]) << i;
-    }
+    if (__any_sync(~0u, doubt)) chosen = surely_choose<F, DOWN>(patch, p, four, six, globals, doubt, chosen);
     LineScales<F, In> scales;
     scales.stored[0] = scales.stored[1] = 0;
 #pragma unroll

@@ -100,8 +100,8 @@ class FakeRanks(NcclRanks):
     def _run(self, what, call, *given):
         return super()._run(what, call, *(x.view(Memory) if isinstance(x, np.ndarray) else x for x in given))
 
-    def _spread(self, messages, *held):
-        return super()._spread([(array.view(Memory), [x.view(Memory) for x in out]) for array, out in messages])
+    def _exchange(self, messages):
+        super()._exchange([[[x.view(Memory) for x in arrays] for arrays in pair] for pair in messages])
 
 
 def in_threads(size, function, *args):

@@ -91,15 +91,17 @@ def test_a_layer_of_experts_is_that_of_one_rank(recipe, capacity, pool):  # noqa
     try:
         results = pool.run(rank_work.expert_layer, recipe, capacity)
     except Failed as error:
-        if "has no grouped products" in str(error):
+        if "Unavailable: cuBLASLt" in str(error):
             pytest.skip(str(error).splitlines()[0])
         raise
     found = [np.concatenate(pieces) for pieces in zip(*results, strict=True)]
     assert sum(counts) == len(found[0])
+    # Hopper's FP8 tensor cores keep 13 bits: 16 products at most lose 2^-13 of the largest (test_gemm_cuda.py)
+    loose = 2.0**-9 if pool.backend != "gloo" and recipe.startswith("fp8") else 1e-6
     for actual, expected in zip(found, wanted, strict=True):
         assert actual.shape == expected.shape
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * scale)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=loose * scale)
     assert not found[2][5].any()  # the expert that nobody chose
 
 

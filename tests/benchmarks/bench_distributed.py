@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 tests/benchmarks/bench_distributed.py [--size 16384] [--rounds 20] [--json FILE]
     torchrun --nproc-per-node 2 tests/benchmarks/bench_distributed.py --check     # on the CPU with gloo: that it runs
 
-Quantizing is included. Each round times all of them in one process, alternating, by events around the call; a time is
-the median over rounds of the slowest rank, and so is the host's, until the call returns. Every rank holds size / ranks
-rows of random bf16. Dispatch, which sorts by expert, and combine, which sums, are compared with the engine's exchange
-of as many bf16 rows in equal shares. NVLink multicast stays off.
+Quantizing is included. Each round times all of them in one process, alternating, by events around the call: "queued" is
+one of 8 calls in a row, so that the host runs ahead as it does in training, and "alone" one after the GPU has been
+idle. A time is the median over rounds of the slowest rank, and so is the host's of a call. Every rank holds
+size / ranks rows of random bf16. Dispatch, which sorts by expert, and combine, which sums, are compared with the
+engine's exchange of as many bf16 rows in equal shares. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -31,23 +32,27 @@ from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.sharding import Sharding, quantize_all_gather
 from hqarray.interop.torch_arrays import as_array, on_torch
 
+QUEUE = 8
+
 FORMATS = ("fp8_e4m3", "mxfp8", "nvfp4")
 
 Call = Callable[[], object]
 
 
-def alternating(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[float, float]]:
-    """Median over rounds of the milliseconds of each call, and of the host's in it, of the slowest rank."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+def alternating(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[float, ...]]:
+    """Median over rounds of the slowest rank's milliseconds of each call: queued, alone, and the host's."""
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():
             dist.barrier()
-            elapsed = timed(call, device)
+            alone, _ = timed(call, device, 1)
+            dist.barrier()
+            queued, host = timed(call, device, QUEUE)
             if number >= 3:
-                times[name].append(elapsed)
+                times[name].append((queued, alone, host))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, times)
-    return {name: (slowest(every, name, 0), slowest(every, name, 1)) for name in calls}
+    return {name: tuple(slowest(every, name, which) for which in range(3)) for name in calls}
 
 
 def slowest(every: list[Any], name: str, which: int) -> float:
@@ -56,23 +61,25 @@ def slowest(every: list[Any], name: str, which: int) -> float:
     return round(statistics.median(map(max, rounds)), 4)
 
 
-def timed(call: Call, device: str) -> tuple[float, float]:
-    """Milliseconds until the work is done, and until the call returns."""
+def timed(call: Call, device: str, count: int) -> tuple[float, float]:
+    """Milliseconds of one of so many calls: until the work is done, and until the host has said it all."""
     if device == "cpu":
         start = time.perf_counter()
-        call()
-        return ((time.perf_counter() - start) * 1e3,) * 2
+        for _ in range(count):
+            call()
+        return ((time.perf_counter() - start) * 1e3 / count,) * 2
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     start = time.perf_counter()
-    call()
-    host = (time.perf_counter() - start) * 1e3
+    for _ in range(count):
+        call()
+    host = (time.perf_counter() - start) * 1e3 / count
     end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)), host
+    return float(begin.elapsed_time(end)) / count, host
 
 
-def gathers(size: int, rounds: int, device: str) -> dict[str, tuple[float, float]]:
+def gathers(size: int, rounds: int, device: str) -> dict[str, tuple[float, ...]]:
     """All-gather of a (size, size) operand whose rows lie on the ranks."""
     ranks = TorchRanks()
     mine = torch.randn(size // ranks.size, size, device=device).to(torch.bfloat16)
@@ -86,7 +93,7 @@ def gathers(size: int, rounds: int, device: str) -> dict[str, tuple[float, float
     return alternating(calls, rounds, device)
 
 
-def dispatches(size: int, rounds: int, device: str) -> dict[str, tuple[float, float]]:
+def dispatches(size: int, rounds: int, device: str) -> dict[str, tuple[float, ...]]:
     """Tokens of `size` columns to 8 experts for each rank, 2 for each token: sizes on the host, and on the device."""
     ranks, tokens, top = TorchRanks(), size // 2, 2
     experts = 8 * ranks.size
@@ -153,11 +160,13 @@ def main() -> None:
             baselines = {"all-gather ms": "bf16", "dispatch ms": "bf16, engine alone", "host us": "engine"}
             print(f"{title}:")
             for name, value in numbers.items():
-                pair = value if isinstance(value, tuple) else (value,)
                 first = numbers[baselines[title]]
-                ratio = (first[0] if isinstance(first, tuple) else first) / pair[0]
-                host = f"  host {pair[1]:.3f}" if len(pair) == 2 else ""
-                print(f"  {name:24} {pair[0]:10.3f}  x{ratio:.2f}{host}")
+                if isinstance(value, tuple):
+                    text = "  ".join(f"{what} {a:7.3f} x{b / a:4.2f}"
+                                     for what, a, b in zip(("queued", "alone"), value, first, strict=False))
+                    print(f"  {name:24} {text}  host {value[2]:.3f}")
+                else:
+                    print(f"  {name:24} {value:7.1f}  x{first / value:.2f}")
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
