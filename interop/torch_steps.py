@@ -38,7 +38,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def key_of(x: Any, w: Any, recipe: Any, bias: Any, amax: Any, needs: tuple[bool, bool]) -> Key | None:
     """What a call of linear depends on beside its pointers; None where nothing can be kept."""
-    if type(x) not in TENSORS or type(w) not in TENSORS or torch.is_autocast_enabled("cuda") or type(amax) is Slots:
+    if type(x) not in TENSORS or type(w) not in TENSORS or torch.is_autocast_enabled("cuda"):
         return None
     try:
         return (

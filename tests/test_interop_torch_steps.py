@@ -205,6 +205,28 @@ def test_hooks_on_saved_tensors_and_retained_graphs_work(taken):
             assert_equal(torch.autograd.grad(y, (x, w), dy, retain_graph=True), expected[1:])
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+def test_slots_of_delayed_scaling_are_taken_and_recorded(recipe, taken):
+    states = [hq.DelayedScaling(3, hq.Delayed(4), like=as_array(torch.zeros(1, device="cuda"))) for _ in range(2)]
+    for first in (0, 10, 20, 30):
+        x, w, dy = tensors((64, 128), (96, 128), (64, 96), first=first)
+        y, dx, dw = step(x, w, dy, recipe, amax=states[0][0:3])
+        expected, saved = hq.linear_forward(as_array(x), as_array(w), recipe, amax=states[1][0:3])
+        others = hq.linear_backward(as_array(dy), saved)
+        for actual, wanted in zip((y, dx, dw), (expected, *others), strict=True):
+            testing.assert_bitwise_equal(as_array(actual).get(), wanted.get())
+        np.testing.assert_array_equal(*(state.current.get() for state in states))
+        for state in states:
+            state.update()
+    given = torch.tensor([4.0, 2.0, 8.0], device="cuda")
+    for first in (0, 10, 20):
+        x, w, dy = tensors((64, 128), (96, 128), (64, 96), first=first)
+        y = step(x, w, dy, recipe, amax=given)[0]
+        testing.assert_bitwise_equal(
+            as_array(y).get(), hq.linear_forward(as_array(x), as_array(w), recipe, amax=as_array(given))[0].get())
+    assert taken.count(True) == 10
+
+
 def test_autocast_and_other_recipes_are_not_taken_for_what_is_kept(taken):
     x, w, dy = tensors((64, 128), (96, 128), (64, 96), dtype=torch.float32)
     step(x, w, dy, "fp8")
