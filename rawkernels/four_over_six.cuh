@@ -38,21 +38,26 @@ HQ_FN float error_of(float value, float factor, const Decoded& decoded) {
 }
 
 // Errors of one line's block under two scale bytes, in the order of scaling.py: its first 8 values, then its other ones,
-// which the next lane has.
+// which the next lane has. Other warps wait for this one, so that errors are computed side by side and then summed.
 template <class F, int DOWN, class In>
 HQ_FN void line_errors(const Patch<In>& patch, const Place& p, int i, const u32 (&byte)[2], const Global& g, float (&sum)[2]) {
     typedef Direction<DOWN> D;
     const bool upper = D::along(p) & 8;
+    float value[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) value[e] = fabsf(DOWN ? patch.at(e, i) : patch.at(i, e));
 #pragma unroll 1
     for (int candidate = 0; candidate < 2; ++candidate) {
         const float scale = float_of_e4m3(byte[candidate]);
         const float factor = two_level_factor(scale, g.decode_scale);
         const Decoded decoded(scale, g.whole, F::bound * float_of(F::Element::max_bits));
-        float total = 0.0f;
-#pragma unroll 1
+        float error[8], total = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) error[e] = error_of<F>(value[e], factor, decoded);
+#pragma unroll
         for (int second = 0; second < 2; ++second) {  // the upper lane adds to what the lower one has
-#pragma unroll 1
-            for (int e = 0; e < 8; ++e) total += error_of<F>(fabsf(DOWN ? patch.at(e, i) : patch.at(i, e)), factor, decoded);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) total += error[e];
             const float other = __shfl_xor_sync(~0u, total, D::step);
             total = upper ? (second ? total : other) : (second ? other : 0.0f);
         }
