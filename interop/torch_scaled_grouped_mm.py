@@ -134,7 +134,8 @@ def _ragged_rows(a: GroupedPart, b: GroupedPart, rows: Sizes, n: int, taken: Tak
         raise ValueError("torch takes scales in tiles with offsets only, a's members are all of one shape; give sizes")
     _expect_known(rows)
     wide = round_up(-(-k // storage.block[1]), 4)  # type: ignore[index]
-    return mats, (torch.cat(_tiles(a)).view(-1, wide), torch.stack(_tiles(b))), ends
+    kind = _types(storage)[1]
+    return mats, (torch.cat(_tiles(a)).view(-1, wide).view(kind), torch.stack(_tiles(b)).view(kind)), ends
 
 
 def _ragged_k(a: GroupedPart, b: GroupedPart, sizes: Sizes, others: Sizes, taken: Taken) -> _Pairs:
@@ -155,7 +156,8 @@ def _ragged_k(a: GroupedPart, b: GroupedPart, sizes: Sizes, others: Sizes, taken
     if storage.scale == "float32":
         scales = [shared(part.scales).repeat_interleave(part.layout.each) for part in (a, b)]
     else:
-        scales = [torch.cat(_tiles(part)).view(round_up(part.layout.each, 128), -1) for part in (a, b)]
+        scales = [torch.cat(_tiles(part)).view(round_up(part.layout.each, 128), -1).view(_types(storage)[1])
+                  for part in (a, b)]
     return (mats[0], mats[1].t()), (scales[0], scales[1]), ends
 
 
@@ -183,13 +185,12 @@ def _of_rows(scales: Any, rows: Sizes, ends: Any) -> Any:
 
 
 def _tiles(part: GroupedPart) -> list[Any]:
-    """Scales of each member in tiles of its own, flat."""
+    """Scales of each member in tiles of its own, flat, as bytes: torch up to 2.11 has no cat of e8m0 on CUDA."""
     return [_tiles_of(member, part.format.storage) for member in part.members()]
 
 
 def _tiles_of(member: QuantizedArray, storage: Storage) -> Any:
-    scales = shared(member.scales).view(_types(storage)[1])
-    return tiled(scales, *storage.num_scales(member.shape))
+    return tiled(shared(member.scales), *storage.num_scales(member.shape))
 
 
 __all__ = ["scaled_grouped_mm_arguments"]
