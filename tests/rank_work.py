@@ -100,6 +100,15 @@ def gather_from_all(ranks):
     return "all were there"
 
 
+def gather_on_a_gpu(ranks):
+    """The same with NCCL, whose host waits for the device alone: its watchdog ends a process that waits too long."""
+    import cupy
+
+    ranks.all_gather(*(cupy.ones((rows, 4), np.float32) for rows in (1, ranks.size)))
+    cupy.cuda.runtime.deviceSynchronize()
+    return "all were there"
+
+
 def changed_piece(ranks, sharding):
     """The last rank holds another number of rows than was agreed on."""
     rows = 4 + (ranks.rank == ranks.size - 1)

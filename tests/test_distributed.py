@@ -266,6 +266,18 @@ def test_a_killed_rank_ends_the_others_with_an_error_and_no_hang(engine, size):
 
 
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("nccl", marks=gpus(2))])
+@pytest.mark.parametrize("engine", [pytest.param("nccl", marks=gpus(2))])
+def test_a_killed_rank_ends_the_others_by_the_watchdog_of_nccl(engine):
+    """Torch's own end of such a process, after the group's timeout: nobody waits for good."""
+    with Pool(2, engine, engine_timeout=PATIENCE) as pool:
+        assert pool.run(rank_work.gather_on_a_gpu) == ["all were there"] * 2
+        pool.kill(1)
+        start = time.monotonic()
+        with pytest.raises((Failed, EOFError, ConnectionError)):
+            pool.run(rank_work.gather_on_a_gpu, ranks=[0])
+        assert time.monotonic() - start < 60
+
+
 def test_a_piece_that_changed_behind_its_sharding_ends_with_an_error_on_every_rank_and_no_hang(engine):
     with Pool(2, engine, engine_timeout=PATIENCE, blocks=True) as pool:
         start = time.monotonic()
