@@ -24,11 +24,9 @@ class Failed(Exception):
         self.messages = messages
 
 
-def _serve(rank, size, store, backend, engine_timeout, blocks, connection):
+def _serve(rank, size, store, backend, engine_timeout, connection):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
-    if blocks:
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     import torch
     import torch.distributed as dist
 
@@ -66,10 +64,9 @@ class Pool:
     """size ranks; use as a context.
 
     backend  "gloo", "nccl" (torch's) or "cupy" (CuPy's communicator of NCCL)
-    blocks   NCCL's calls are waited for on the host, so that a rank that is gone is an error there after engine_timeout
     """
 
-    def __init__(self, size, backend="gloo", *, timeout=60, engine_timeout=ENGINE_TIMEOUT, blocks=False):
+    def __init__(self, size, backend="gloo", *, timeout=60, engine_timeout=ENGINE_TIMEOUT):
         self.size, self.backend, self.timeout, self.is_broken = size, backend, timeout, False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "hqarray.interop.torch_arrays"])  # imported once for all
@@ -79,7 +76,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, daemon=True,
-                args=(rank, size, f"{self.folder.name}/store", backend, engine_timeout, blocks, theirs),
+                args=(rank, size, f"{self.folder.name}/store", backend, engine_timeout, theirs),
             )
             process.start()
             theirs.close()
