@@ -203,7 +203,7 @@ class _Request(NamedTuple):
     recipe  as it was given
     needs   whether gradients of x and w will be asked for
     key     of what is kept for calls of this kind; None where nothing is
-    step    what is kept: torch_steps.Forward
+    step    what is kept: torch_steps.Step
     """
 
     recipe: Any
