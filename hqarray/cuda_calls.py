@@ -13,7 +13,13 @@ from typing import Any, TypeAlias
 import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
 import numpy as np
 from cupy.cuda import alloc  # noqa: TID253
-from cupy_backends.cuda.api.runtime import getDevice, memcpy2DAsync, memsetAsync, streamIsCapturing
+from cupy_backends.cuda.api.runtime import (
+    getDevice,
+    memcpy2DAsync,
+    memcpyDeviceToDevice,
+    memsetAsync,
+    streamIsCapturing,
+)
 
 from . import cublaslt, cuda
 from .arrays import QuantizedArray
@@ -25,8 +31,6 @@ from .layout import Array, round_up
 _DECODE = struct.Struct("=11q")
 _FINISH = struct.Struct("=9q")
 _TILE = struct.Struct("=8q")
-
-DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ class Tile:
         if self.codes >= 0:
             stored, codes = codes, base + self.codes
             memsetAsync(codes, 0, self.wider * self.rows, stream)
-            memcpy2DAsync(codes, self.wider, stored, self.pitch, self.pitch, self.rows, DEVICE_TO_DEVICE, stream)
+            memcpy2DAsync(codes, self.wider, stored, self.pitch, self.pitch, self.rows, memcpyDeviceToDevice, stream)
         return codes, base + self.target
 
 
@@ -140,7 +144,8 @@ class Spread:
     def prepare(self, pointers: Pointers, base: int, stream: int) -> Operand:
         """Copy; the pointers that cuBLASLt gets. What lies between meets zero codes, in lines that are dropped."""
         target = base + self.target
-        memcpy2DAsync(target, self.wider, pointers[1], self.pitch, self.pitch, self.blocks, DEVICE_TO_DEVICE, stream)
+        source, kind = pointers[1], memcpyDeviceToDevice
+        memcpy2DAsync(target, self.wider, source, self.pitch, self.pitch, self.blocks, kind, stream)
         return pointers[0], target
 
 

@@ -21,7 +21,9 @@ from hqarray.buffers import ordinal_of
 from hqarray.inputs import place
 from hqarray.layout import Array, namespace
 
-BYTES, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+from .pieces import BYTES, block
+
+FLOAT32 = np.dtype(np.float32)
 
 
 class CollectiveError(RuntimeError):
@@ -37,9 +39,7 @@ class Bytes(NamedTuple):
 
     def array(self) -> Array:
         """An array over them."""
-        if isinstance(self.memory, np.ndarray):
-            return self.memory[self.start : self.start + self.nbytes]
-        return namespace(self.memory).ndarray((self.nbytes,), BYTES, self.memory + self.start)
+        return block(self.memory, self.start, (self.nbytes,))
 
     @property
     def shape(self) -> tuple[int]:
@@ -277,10 +277,10 @@ class TorchRanks(Ranks):
 
     def _to_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Callable[[], None]:
         """Begin to send a tensor of each message to all ranks, into their tensors."""
-        dist, calls = self._dist, []
         if messages[0][0].is_cuda:  # NCCL sends lists, with less of the host's time than a batch of calls
             works = [self._send_lists(messages)]
         else:
+            dist, calls = self._dist, []
             for mine, out in messages:
                 for peer, chunk in enumerate(out):
                     if peer == self.rank:
@@ -291,12 +291,11 @@ class TorchRanks(Ranks):
                     if mine.numel():
                         calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
             works = dist.batch_isend_irecv(calls) if calls else []
-        held = [messages]
+        held = [messages]  # until all have arrived
 
         def finish() -> None:
             for work in works:
                 work.wait()
-            calls.clear()  # the memory is not needed any more
             held.clear()
 
         return finish

@@ -201,10 +201,8 @@ def _runs(lengths: Array, count: int) -> tuple[Array, Array, Array]:
 def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
     """Rows of bytes that leave to the ranks of their experts; those that arrive, and a zero one behind them."""
     arrived = _with_zero_row(route.arriving, rows)
-    if route.shares is not None:
-        ranks.all_to_all(rows, arrived[:-1], *route.shares)
-    else:
-        ranks.all_to_all(rows, arrived[:-1])
+    sent, received = route.shares or (None, None)
+    ranks.all_to_all(rows, arrived[:-1], sent, received)
     return arrived
 
 
@@ -212,10 +210,8 @@ def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
     """Rows as this rank's experts have them to where they came from; those that return here, slot by slot."""
     leaving = take_rows(rows, route.back)
     returned = _with_zero_row(len(route.leaving), rows)
-    if route.shares is not None:
-        ranks.all_to_all(leaving, returned[:-1], *route.shares[::-1])
-    else:
-        ranks.all_to_all(leaving, returned[:-1])
+    sent, received = route.shares or (None, None)
+    ranks.all_to_all(leaving, returned[:-1], received, sent)
     return take_rows(returned, route.returning)
 
 
@@ -254,6 +250,10 @@ class Record:
         """Bytes of a row of codes."""
         codes = part_layout(self.format.storage, (1, self.k)).codes
         return codes.pitch * codes.itemsize
+
+    def codes(self, memory: Any, count: int) -> Array:
+        """The rows of codes that a part's memory begins with, and their padding, as bytes (count, pitch)."""
+        return block(memory, 0, (count, self.pitch))
 
     @property
     def scales(self) -> tuple[np.dtype[Any], int]:
@@ -348,14 +348,14 @@ def dispatch(
             if weights is None:
                 x = take_rows(bytes_of(x), route.slot_tokens).view(x.dtype)
             per_expert, scales = _by_expert(x, route, ranks, record)
-            codes, extra, tokens = _padded(per_expert.memory, len(x), record), record.pack(scales, None), chosen
+            codes, extra, tokens = record.codes(per_expert.memory, len(x)), record.pack(scales, None), chosen
         else:
             part = ops.quantize(x, rowwise=wanted).part("rowwise").packed()
-            codes, extra = _padded(memory_of_part(part), len(x), record), record.pack(part.scales, part.global_scale)
+            codes, extra = record.codes(memory_of_part(part), len(x)), record.pack(part.scales, part.global_scale)
         arrived = _send(take_rows(codes, tokens), route, ranks)
         count = route.arriving
         group = _group_to_fill(wanted, x.shape[1], _member_sizes(route.sizes, count), module)
-        take_rows(arrived, route.sources, block(group.memory, 0, (count, record.pitch), module))
+        take_rows(arrived, route.sources, record.codes(group.memory, count))
         if extra is not None:
             found = _send(take_rows(extra, tokens), route, ranks)
             scales, globals_ = record.unpack(take_rows(found, route.places))
@@ -385,11 +385,6 @@ def _as_weights(weights: Any, route: Route) -> Array:
     if weights.shape != (route.tokens, route.top):
         raise ValueError(f"weights are {(route.tokens, route.top)}, one for each choice, not {weights.shape}")
     return weights.astype(np.float32, copy=False)
-
-
-def _padded(memory: Any, count: int, record: Record) -> Array:
-    """Rows of codes with their padding, as bytes; memory of a part."""
-    return block(memory, 0, (count, record.pitch), np if isinstance(memory, np.ndarray) else namespace(memory))
 
 
 def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tuple[GroupedPart, Array | None]:
@@ -457,9 +452,9 @@ def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = 
             return _send_back(bytes_of(y), route, ranks).view(y.dtype).reshape(shape)
         part = ops.quantize(y, rowwise=wanted).part("rowwise").packed()
         extra = record.pack(part.scales, part.global_scale)
-        codes = _send_back(_padded(memory_of_part(part), len(y), record), route, ranks)
+        codes = _send_back(record.codes(memory_of_part(part), len(y)), route, ranks)
         arrived = zeros_part(wanted, (len(codes), y.shape[1]), namespace(y))
-        _padded(memory_of_part(arrived), len(codes), record)[...] = codes
+        record.codes(memory_of_part(arrived), len(codes))[...] = codes
         if extra is not None:
             scales, globals_ = record.unpack(_send_back(extra, route, ranks))
             if scales is not None:

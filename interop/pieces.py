@@ -6,7 +6,6 @@ A piece is the part of some rows (axis 0) or columns (axis 1) of an (outer, k) m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -19,9 +18,6 @@ from hqarray.formats import Format
 from hqarray.layout import Array, BlockMajor, PartLayout, namespace, part_layout
 
 BYTES = np.dtype(np.uint8)
-
-DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
-
 
 class Move(NamedTuple):
     """A block of bytes from one buffer to another: so many rows of a width, pitches from row to row; offsets."""
@@ -119,15 +115,6 @@ def _layout(format: Format, shape: tuple[int, int]) -> PartLayout:
     return part_layout(format.storage, shape)
 
 
-def on_device_of(values: Array) -> Any:
-    """A context in which arrays are allocated beside one: none where they are."""
-    if isinstance(values, np.ndarray):
-        return nullcontext()
-    from cupy_backends.cuda.api.runtime import getDevice
-
-    return nullcontext() if values.data.device_id == getDevice() else values.device
-
-
 def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
     """A part that pieces are put into: its padding is zero, its codes are not where they have none."""
     layout = _layout(format, shape)
@@ -147,11 +134,11 @@ def memory_of_part(part: QuantizedArray) -> Any:
     return part.buffers.memory
 
 
-def block(memory: Any, offset: int, shape: tuple[int, ...], module: Any) -> Array:
+def block(memory: Any, offset: int, shape: tuple[int, ...]) -> Array:
     """Bytes of a buffer as an array, no copy; memory is a NumPy array of bytes or CuPy's MemoryPointer."""
     if isinstance(memory, np.ndarray):
         return memory[offset : offset + prod(shape)].reshape(shape)
-    return module.ndarray(shape, BYTES, memory + offset)
+    return namespace(memory).ndarray(shape, BYTES, memory + offset)
 
 
 def move(target: Any, source: Any, offset: int, wanted: Sequence[Move]) -> None:
@@ -161,12 +148,13 @@ def move(target: Any, source: Any, offset: int, wanted: Sequence[Move]) -> None:
             _view(target, m.target, m, m.target_pitch)[...] = _view(source, offset + m.source, m, m.source_pitch)
         return
     from cupy.cuda import get_current_stream
-    from cupy_backends.cuda.api.runtime import memcpy2DAsync
+    from cupy_backends.cuda.api.runtime import memcpy2DAsync, memcpyDeviceToDevice
 
     stream, to, at = get_current_stream().ptr, target.ptr, source.ptr + offset
     for m in wanted:
         memcpy2DAsync(
-            to + m.target, m.target_pitch, at + m.source, m.source_pitch, m.width, m.height, DEVICE_TO_DEVICE, stream
+            to + m.target, m.target_pitch, at + m.source, m.source_pitch, m.width, m.height, memcpyDeviceToDevice,
+            stream,
         )
 
 
@@ -214,4 +202,4 @@ def bytes_of(array: Array) -> Array:
 
 
 __all__ = ["BYTES", "Move", "Span", "block", "bytes_of", "has_scales_of_pieces", "memory_of_part", "move", "moves",
-           "on_device_of", "scalars", "take_rows", "unwritten", "whole_part"]
+           "scalars", "take_rows", "unwritten", "whole_part"]

@@ -33,7 +33,6 @@ from .pieces import (
     memory_of_part,
     move,
     moves,
-    on_device_of,
     scalars,
     whole_part,
 )
@@ -114,8 +113,8 @@ class Sharding:
         return Shard((rows.start, columns.start), self.shape)
 
     def piece_shape(self, rank: int) -> tuple[int, int]:
-        rows, columns = self.slices(rank)
-        return rows.stop - rows.start, columns.stop - columns.start
+        mine = self.borders[rank + 1] - self.borders[rank]
+        return (mine, self.shape[1]) if self.axis == 0 else (self.shape[0], mine)
 
     def expect(self, shape: tuple[int, ...], ranks: Any, what: str) -> None:
         """Raises ValueError where a rank's piece has another shape, or there are not so many ranks."""
@@ -208,10 +207,7 @@ def _amax_of_all(values: Array, formats: dict[Direction, Format], amax: Any, ran
     if amax is not None:
         return amax
     direction, format = needing[0]
-    if format.storage.rht:
-        measured = ops.amax(values if direction == "rowwise" else values.T, format)
-    else:
-        measured = backend_of(values).amax(values)
+    measured = ops.amax(values if direction == "rowwise" else values.T, format)
     ranks.all_reduce_max(measured)
     return measured
 
@@ -257,12 +253,12 @@ def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedAr
         pieces = _chunks(format, sharding, 1)[0]
         ours, all_ = memory_of_part(part), memory_of_part(whole)
         if sharding.axis == 0:
-            mine, codes = (block(memory, 0, (rows, pieces.pitch), module)
+            mine, codes = (block(memory, 0, (rows, pieces.pitch))
                            for memory, rows in ((ours, part.shape[0]), (all_, sharding.shape[0])))
             ranks.all_gather(mine, codes, sharding.sizes)
         if sharding.axis == 1 or has_scales_of_pieces(format):
             messages, start = module.empty(pieces.ends[-1], np.uint8), pieces.starts[ranks.rank]
-            mine = block(ours, start, (pieces.sizes[ranks.rank],), module)
+            mine = block(ours, start, (pieces.sizes[ranks.rank],))
             ranks.all_gather(mine, messages, pieces.sizes)
             pieces.put(all_, memory_of(messages), 0)
         move(all_, ours, 0, scalars(format, part.shape, sharding.shape, part.amax is not None))
@@ -356,17 +352,15 @@ def quantize_all_gather(
             values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
         )
         return all_gather(piece, sharding, ranks)
+    sharding.expect(values.shape, ranks, "the piece")
     nominal = ops._nominal(values.dtype)
     gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
-    if gathering.shapes[ranks.rank : ranks.rank + 1] != (values.shape,) or len(gathering.shapes) != ranks.size:
-        sharding.expect(values.shape, ranks, "the piece")
     format = gathering.format
     if amax is not None:
         amax = as_amax(amax, [format], values)
-    draws = None if seed is None and not format.is_stochastic else as_draws(seed, [format], values)
-    with on_device_of(values):
-        if amax is None and gathering.measures:
-            amax = _amax_of_all(values, {direction: format}, None, ranks)
+    draws = as_draws(seed, [format], values)
+    with on_device(values.device):
+        amax = _amax_of_all(values, {direction: format}, amax, ranks)
         whole = _gather_chunks(values, ranks, gathering, amax, draws)
     rows, columns = (whole, None) if gathering.by_rows else (None, whole)
     return HybridArray(rows, columns, sharding.shape, nominal)
@@ -379,7 +373,6 @@ class _Gathering:
     format: Format
     by_rows: bool
     own: Sharding
-    shapes: tuple[tuple[int, int], ...]  # of the ranks' pieces
     chunks: list[_Chunk]
     offsets: list[int]  # of each chunk in what arrives, and all bytes
     has_scales: bool
@@ -395,8 +388,7 @@ def _gathering(
     own = sharding if by_rows else sharding.T
     chunks = _chunks(format, own, count)
     offsets = [0, *accumulate(chunk.ends[-1] for chunk in chunks)]
-    shapes = tuple(sharding.piece_shape(rank) for rank in range(len(sharding.sizes)))
-    return _Gathering(format, by_rows, own, shapes, chunks, offsets, has_scales_of_pieces(format), format.measures_amax)
+    return _Gathering(format, by_rows, own, chunks, offsets, has_scales_of_pieces(format), format.measures_amax)
 
 
 def _gather_chunks(

@@ -47,10 +47,10 @@ def test_blocks_arrive_where_a_loop_puts_them_and_nothing_else_changes(xp, offse
 def test_rows_are_taken_by_an_index_whatever_their_width_and_alignment(xp, width, start):
     rows, index = random_bytes(40, width), np.random.default_rng(1).integers(0, 40, 100)
     held = xp.zeros(rows.size + 16, np.uint8)
-    given = block(memory(held), start, rows.shape, xp)
+    given = block(memory(held), start, rows.shape)
     given[...] = xp.asarray(rows)
     np.testing.assert_array_equal(host(take_rows(given, xp.asarray(index))), rows[index])
-    out = block(memory(xp.empty(100 * width + 16, np.uint8)), 16 - start, (100, width), xp)
+    out = block(memory(xp.empty(100 * width + 16, np.uint8)), 16 - start, (100, width))
     assert take_rows(given, xp.asarray(index), out) is out
     np.testing.assert_array_equal(host(out), rows[index])
 
