@@ -198,8 +198,8 @@ class _Plan:
             wholes = amax.launch(stream, _AMAX, works, given, flag, pointer, self.row_bytes, m, k, at=lines)
         self.kernel.launch(
             stream, _QUANTIZE, pointer, self.row_bytes, m, k, *wholes, flag,
-            *(_NO_OUTPUT if own is None or not rows else own.output(rows, own.has_amax)),
-            *(_NO_OUTPUT if other is None or not columns else other.output(columns, other.has_amax)),
+            *(_NO_OUTPUT if own is None else own.output(rows, own.has_amax)),
+            *(_NO_OUTPUT if other is None else other.output(columns, other.has_amax)),
             amax is not None, round_up(m, 16), round_up(k, 16), *seed, record,
         )
 

@@ -286,7 +286,7 @@ def _products(ctx: Any, dy: Any, needs_x: bool, needs_w: bool) -> Any:
         if done is not None:
             return done
     dx = dw = first = second = None
-    k, n, dtypes = ctx.shape[-1], dy.shape[-1], [_nominal(dtype) for dtype in ctx.types[:2]]
+    k, n, dtypes = ctx.shape[-1], dy.shape[-1], [ops._nominal(NUMPY_DTYPES[dtype]) for dtype in ctx.types[:2]]
     with on_torch(dy.device):
         x, w, seeds = _restored(ctx, saved)
         hdy = _quantized(dy, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)
@@ -301,11 +301,6 @@ def _products(ctx: Any, dy: Any, needs_x: bool, needs_w: bool) -> Any:
         if step is not None:
             step.keep_backward(dy, (needs_x, needs_w), as_array(dy), hdy, (first, second), (dx, dw), ctx.amax)
     return dx, dw
-
-
-def _nominal(dtype: Any) -> np.dtype[Any]:
-    """That of an array quantized from a tensor of torch's dtype."""
-    return np.dtype(np.float32) if dtype == torch.float64 else NUMPY_DTYPES[dtype]
 
 
 # --- groups -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch  # noqa: TID253  this module names torch
@@ -17,16 +16,16 @@ from cupy_backends.cuda.api.runtime import getDevice
 
 from hqarray import cuda, cuda_gemm
 from hqarray.arrays import HybridArray
-from hqarray.cuda_calls import Call
+from hqarray.cuda_calls import Call, Scratch
 from hqarray.cuda_launch import NO_SEED
 from hqarray.inputs import Slots
-from hqarray.layout import Array, round_up
+from hqarray.layout import Array
 from hqarray.recipes import Recipe
 
 from .torch_cuda import current_stream, maker
 
 Key: TypeAlias = tuple[Any, ...]
-Product: TypeAlias = tuple[HybridArray, HybridArray, Array]
+Operands: TypeAlias = tuple[HybridArray, HybridArray, Array]
 """Left, right and out of a matmul."""
 
 MOST_STEPS = 1024
@@ -116,25 +115,20 @@ class Operand:
 
 def _places(*sizes: int) -> tuple[tuple[int, ...], int]:
     """Offsets of so many bytes each in one call's memory, and all its bytes."""
-    ends = list(accumulate((round_up(nbytes, 256) for nbytes in sizes), initial=0))
-    return tuple(ends[:-1]), ends[-1]
+    scratch = Scratch()
+    return tuple(scratch.take(nbytes) for nbytes in sizes), scratch.nbytes
 
 
 def _pointer(tensor: Any) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _is_kept(call: Call | None) -> bool:
-    """Whether a product is launched by pointers alone."""
-    return call is not None and call.plan is not None and not call.converts
-
-
 # --- steps --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """A product of backward, and how its result is made."""
+class Product:
+    """A product, and how its result is made."""
 
     call: Call
     make: Callable[..., Any]
@@ -142,15 +136,17 @@ class Gradient:
     row_bytes: int
 
     @staticmethod
-    def of(call: Call, tensor: Any) -> Gradient:
-        """Of a tensor that the call wrote."""
+    def of(call: Call | None, tensor: Any) -> Product | None:
+        """Of the call that wrote a tensor; None where it was not launched by pointers alone."""
+        if call is None or call.plan is None or call.converts:
+            return None
         make = maker(tensor.get_device(), tensor.dtype)
-        return Gradient(call, make, tensor.shape, call.n * tensor.element_size())
+        return Product(call, make, tensor.shape, call.n * tensor.element_size())
 
-    def run(self, stream: int, left: int, right: Any, scratch: int) -> Any:
-        """The gradient, of a part at a pointer and the bytes of another one."""
+    def run(self, stream: int, left: int, right: int, scratch: int, bias: int = 0) -> Any:
+        """The result, of parts, scratch memory and a bias at pointers."""
         tensor = self.make(self.shape)
-        self.call.launch(stream, left, right.data_ptr(), (tensor.data_ptr(), self.row_bytes), 0, scratch)
+        self.call.launch(stream, left, right, (tensor.data_ptr(), self.row_bytes), bias, scratch)
         return tensor
 
 
@@ -163,7 +159,7 @@ class Backward:
     """
 
     dy: Operand
-    products: tuple[Gradient | None, Gradient | None]
+    products: tuple[Product | None, Product | None]
     places: tuple[int, ...]
     nbytes: int
 
@@ -174,7 +170,6 @@ class Step:
 
     given   the recipe as it was given: while this is kept, no other object can have its identity
     draws   an operand is rounded at random
-    make    makes y, of a shape whose rows are so many bytes
     hollow  columnwise parts of x and w without their memory; None where backward does not read them
     places  of the rowwise parts of x and w, of scratch memory of their plans, and of the GEMM
     streams  that have been worked on; cuBLASLt's workspace of another one is made by the first call there
@@ -186,10 +181,7 @@ class Step:
     device: int
     x: Operand
     w: Operand
-    call: Call
-    make: Callable[..., Any]
-    shape: tuple[int, ...]
-    row_bytes: int
+    y: Product
     hollow: list[Any]
     places: tuple[int, ...]
     nbytes: int
@@ -202,14 +194,12 @@ class Step:
         if stream not in self.streams or getDevice() != self.device:
             return None
         empty, left, right = maker(self.device), self.x, self.w
-        y, memory = self.make(self.shape), empty(self.nbytes)
+        memory = empty(self.nbytes)
         x_columns, w_columns = (empty(n) if n else None for n in (left.columns, right.columns))
         base, (x_rows, w_rows, x_lines, w_lines, scratch) = memory.data_ptr(), self.places
         left.launch(stream, x.data_ptr(), base + x_rows, _pointer(x_columns), base + x_lines, seeds, amax)
         right.launch(stream, w.data_ptr(), base + w_rows, _pointer(w_columns), base + w_lines, seeds, amax)
-        self.call.launch(
-            stream, base + x_rows, base + w_rows, (y.data_ptr(), self.row_bytes), _pointer(bias), base + scratch
-        )
+        y = self.y.run(stream, base + x_rows, base + w_rows, base + scratch, _pointer(bias))
         return y, (x_columns, w_columns)
 
     def run_backward(
@@ -228,27 +218,24 @@ class Step:
             return None
         memory, operand = maker(self.device)(backward.nbytes), backward.dy
         base, (rows, columns, lines, scratch) = memory.data_ptr(), backward.places
-        rows, columns = base + rows if operand.rows else 0, base + columns if operand.columns else 0
-        operand.launch(stream, dy.data_ptr(), rows, columns, base + lines, seeds, amax)
+        operand.launch(stream, dy.data_ptr(), base + rows, base + columns, base + lines, seeds, amax)
         dgrad, wgrad = backward.products
-        dx = None if dgrad is None else dgrad.run(stream, rows, w, base + scratch)
-        return dx, None if wgrad is None else wgrad.run(stream, columns, x, base + scratch)
+        dx = None if dgrad is None else dgrad.run(stream, base + rows, w.data_ptr(), base + scratch)
+        return dx, None if wgrad is None else wgrad.run(stream, base + columns, x.data_ptr(), base + scratch)
 
     def keep_backward(
         self, dy: Any, needs: tuple[bool, bool], values: Array, array: HybridArray,
-        products: Sequence[Product | None], gradients: Sequence[Any], amax: Any,
+        products: Sequence[Operands | None], gradients: Sequence[Any], amax: Any,
     ) -> None:
         """Keep what backward did for the next dy of its kind; values, dy's, became an array that was multiplied."""
         self.streams.add(current_stream(self.device))
         operand = Operand.of(values, array, 2, amax)
-        made: list[Gradient | None] = []
-        for product, gradient in zip(products, gradients, strict=True):
-            call = None if product is None else cuda_gemm.call_of(*product)
-            if operand is None or (product is not None and not _is_kept(call)):
-                return
-            made.append(None if call is None else Gradient.of(call, gradient))
-        assert operand is not None
-        needed = max(0 if gradient is None else gradient.call.scratch_bytes for gradient in made)
+        made = [None if operands is None else Product.of(cuda_gemm.call_of(*operands), gradient)
+                for operands, gradient in zip(products, gradients, strict=True)]
+        if operand is None or any(product is None and operands is not None
+                                  for product, operands in zip(made, products, strict=True)):
+            return
+        needed = max(0 if product is None else product.call.scratch_bytes for product in made)
         places, nbytes = _places(operand.rows, operand.columns, operand.plan.scratch_bytes, needed)
         if len(self.backwards) >= MOST_BACKWARDS:
             self.backwards.clear()
@@ -276,15 +263,15 @@ def keep_forward(
         return known  # type: ignore[no-any-return]
     x, w = (Operand.of(matrix, array, number, request.amax)
             for number, (matrix, array) in enumerate(zip(values, arrays, strict=True)))
-    call = cuda_gemm.call_of(arrays[0], arrays[1].T, out, bias)
-    if x is None or w is None or not _is_kept(call):
+    product = Product.of(cuda_gemm.call_of(arrays[0], arrays[1].T, out, bias), y)
+    if x is None or w is None or product is None:
         return None
-    assert call is not None
-    places, nbytes = _places(x.rows, w.rows, x.plan.scratch_bytes, w.plan.scratch_bytes, call.scratch_bytes)
+    places, nbytes = _places(
+        x.rows, w.rows, x.plan.scratch_bytes, w.plan.scratch_bytes, product.call.scratch_bytes
+    )
     draws = any(format.is_stochastic for format in recipe.formats)
     step = Step(
-        request.recipe, recipe, draws, device, x, w, call, maker(device, y.dtype), y.shape, call.n * y.element_size(),
-        hollow, places, nbytes, {current_stream(device)},
+        request.recipe, recipe, draws, device, x, w, product, hollow, places, nbytes, {current_stream(device)}
     )
     if len(_steps) >= MOST_STEPS:
         _steps.clear()
