@@ -144,10 +144,10 @@ class _Part:
         layout = self.layout
         return _packed_part(self.format, self.shape, alloc(layout.nbytes), layout, self.has_amax)
 
-    def output(self, base: int, has_amax: bool) -> tuple[int, int, int, int, int, int]:
-        """`Output` of quantize.cu, for a part whose memory begins at a pointer."""
+    def output(self, base: int, has_amax: bool, codes: int = 0) -> tuple[int, int, int, int, int, int]:
+        """`Output` of quantize.cu, for a part whose memory begins at a pointer; codes: where else its codes lie."""
         layout = self.layout
-        return (base, self.pitch16, base + layout.scales_offset, layout.scales_shape[1],
+        return (codes or base, self.pitch16, base + layout.scales_offset, layout.scales_shape[1],
                 base + layout.global_scale_offset, base + layout.amax_offset if has_amax else 0)
 
     def work(self, base: int) -> int:
@@ -185,11 +185,12 @@ class _Plan:
 
     def launch_at(
         self, stream: int, pointer: int, rows: int, columns: int, *, given: int = 0, flag: int = 0,
-        seed: Seed = NO_SEED, lines: int = 0, record: int = 0,
+        seed: Seed = NO_SEED, lines: int = 0, record: int = 0, codes: int = 0,
     ) -> None:
         """The same by pointers: of packed parts' memory, of an amax, of noop, of scratch_bytes (0: allocated here).
 
-        record is read by kernels of a pair in which a format measures the amax of the matrix, unless it is rotated.
+        record  is read by kernels of a pair in which a format measures the amax of the matrix, unless it is rotated
+        codes   of the only part, where they lie elsewhere; 0: where its memory begins
         """
         own, other, amax, m, k = self.rows, self.columns, self.amax, self.m, self.k
         wholes = given, given
@@ -198,8 +199,8 @@ class _Plan:
             wholes = amax.launch(stream, _AMAX, works, given, flag, pointer, self.row_bytes, m, k, at=lines)
         self.kernel.launch(
             stream, _QUANTIZE, pointer, self.row_bytes, m, k, *wholes, flag,
-            *(_NO_OUTPUT if own is None else own.output(rows, own.has_amax)),
-            *(_NO_OUTPUT if other is None else other.output(columns, other.has_amax)),
+            *(_NO_OUTPUT if own is None else own.output(rows, own.has_amax, codes)),
+            *(_NO_OUTPUT if other is None else other.output(columns, other.has_amax, codes)),
             amax is not None, round_up(m, 16), round_up(k, 16), *seed, record,
         )
 
@@ -311,6 +312,25 @@ def quantize_parts(
     columns = None if plan.columns is None else plan.columns.empty()
     plan.launch(values.data.ptr, rows, columns, whole, seed=seed_of(draws), record=record)
     return (columns, rows) if turned else (rows, columns)
+
+
+def quantize_apart(
+    values: Array, row: Format | None, column: Format | None, whole: Array | None, draws: Draws | None, codes: Any,
+    rest: Any,
+) -> None:
+    """See reference.quantize_apart; codes and rest are MemoryPointers, codes of whole rows of 16 bytes."""
+    with _on_device_of(values.data):
+        values, turned = _readable(values)
+        if turned:
+            row, column, draws = column, row, None if draws is None else draws.T
+        plan = _plan(row, column, values, whole is not None)
+        part = plan.columns if plan.rows is None else plan.rows
+        assert part is not None
+        base = rest.ptr - part.layout.scales_offset
+        plan.launch_at(
+            stream_of(plan.device), values.data.ptr, base, base, given=0 if whole is None else whole.data.ptr,
+            seed=seed_of(draws), codes=codes.ptr,
+        )
 
 
 def requantize_parts(

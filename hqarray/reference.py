@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from . import hadamard
 from .arrays import Direction, QuantizedArray, zeros_part
+from .buffers import Packed
 from .codec import Codes, Floats, Values, decode, encode, encode_stochastic, encode_table
 from .formats import ROW, SCALES, Block, Format, Storage, scale_values
 from .layout import pack_nibbles, round_up, unpack_nibbles
@@ -143,6 +144,18 @@ def quantize_parts(
     columns = None if column is None else zeros_part(column, (k, outer))
     requantize_parts(rows, columns, values, derived, whole, draws=draws, record=record)
     return rows, columns
+
+
+def quantize_apart(
+    values: Values, row: Format | None, column: Format | None, whole: Floats | None, draws: Draws | None,
+    codes: Codes, rest: Codes,
+) -> None:
+    """One part in two buffers of bytes: its codes with their padding; its scales and what lies behind them."""
+    part = next(part for part in quantize_parts(values, row, column, None, whole, draws) if part is not None)
+    assert isinstance(part.buffers, Packed)
+    base, layout = part.buffers.base, part.buffers.layout
+    codes[...] = base[: layout.codes.nbytes]
+    rest[...] = base[layout.scales_offset :]
 
 
 def requantize_parts(

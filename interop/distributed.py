@@ -113,17 +113,21 @@ class Ranks(ABC):
         if array.nbytes or out.nbytes or sent is not None:
             self._run("all_to_all", self._all_to_all, _rows(array), _rows(out), *shares)
 
-    def start_spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]]) -> Callable[[], None]:
+    def start_spread(
+        self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *, beside: bool = True
+    ) -> Callable[[], None]:
         """Begin to send bytes to all ranks, each into places of its own; (mine, out): rank i's bytes go to out[i].
 
+        out      one for each rank; where this rank's is mine, the same object, nothing is copied
+        beside   engines that have a stream of their own work beside the caller's, which costs two changes of stream
         returns  what must be called before the places are read, or what is sent is written: it makes CuPy's stream wait
-                 (on the CPU the host). Until then engines that have a stream of their own work beside the caller's.
+                 (on the CPU the host)
         """
         for mine, out in messages:
             if len(out) != self.size or out[self.rank].nbytes != mine.nbytes:
                 self._refuse("start_spread", f"bytes for {self.size} ranks", mine, *out)
         given = messages[0][0], *messages[0][1]
-        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, messages), *given)
+        finish: Callable[[], None] = self._run("start_spread", partial(self._spread, messages, beside), *given)
         return partial(self._run, "start_spread", lambda *_: finish(), *given)
 
     # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
@@ -141,7 +145,9 @@ class Ranks(ABC):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None: ...
 
     @abstractmethod
-    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]: ...
+    def _spread(
+        self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], beside: bool, *given: Bytes
+    ) -> Callable[[], None]: ...
 
     # --- errors ---
 
@@ -211,9 +217,12 @@ class Alone(Ranks):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
         out[...] = array
 
-    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
+    def _spread(
+        self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], beside: bool, *given: Bytes
+    ) -> Callable[[], None]:
         for mine, (out,) in messages:
-            out.array()[...] = mine.array()
+            if out is not mine:
+                out.array()[...] = mine.array()
         return _nothing
 
 
@@ -238,7 +247,7 @@ class TorchRanks(Ranks):
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
         self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
-        self._dist, self._arrays, self._options = dist, torch_arrays, dist.distributed_c10d
+        self._dist, self._arrays = dist, torch_arrays
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -254,8 +263,15 @@ class TorchRanks(Ranks):
         cuda.order(ordinal, torch_first=True)
         return result
 
+    def _options(self, kind: str, *, beside: bool = False) -> Any:
+        """Options of an operation on the caller's stream, or on one of the engine's."""
+        options = getattr(self._dist.distributed_c10d, kind)()
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = beside
+        return options
+
     def _all_reduce_max(self, array: Array) -> None:
-        options = self._options.AllreduceOptions()
+        options = self._options("AllreduceOptions")
         options.reduceOp = self._dist.ReduceOp.MAX
         self.group.allreduce([self._arrays.as_tensor(array)], options).wait()  # dist.all_reduce's checks take 20 us
 
@@ -264,10 +280,16 @@ class TorchRanks(Ranks):
         if len(set(sizes)) == 1:
             self._gather(tensor(out), tensor(array), group=self.group)
             return
-        self._to_all([(tensor(array), [tensor(chunk) for chunk in _chunks(out, sizes)])])()
+        self._to_all([(tensor(array), [tensor(chunk) for chunk in _chunks(out, sizes)])], beside=False)()
 
-    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
-        return self._to_all([(self._tensor_of(mine), [self._tensor_of(x) for x in out]) for mine, out in messages])
+    def _spread(
+        self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], beside: bool, *given: Bytes
+    ) -> Callable[[], None]:
+        tensors = []
+        for mine, out in messages:
+            own = self._tensor_of(mine)
+            tensors.append((own, [own if x is mine else self._tensor_of(x) for x in out]))
+        return self._to_all(tensors, beside)
 
     def _tensor_of(self, given: Bytes) -> Any:
         memory, start, nbytes = given
@@ -275,16 +297,17 @@ class TorchRanks(Ranks):
             return self._arrays.as_tensor(given.array())
         return self._arrays._cuda().bytes_at(memory, start, nbytes)
 
-    def _to_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Callable[[], None]:
+    def _to_all(self, messages: Sequence[tuple[Any, list[Any]]], beside: bool) -> Callable[[], None]:
         """Begin to send a tensor of each message to all ranks, into their tensors."""
         if messages[0][0].is_cuda:  # NCCL sends lists, with less of the host's time than a batch of calls
-            works = [self._send_lists(messages)]
+            works = [self._send_lists(messages, self._options("AllToAllOptions", beside=beside))]
         else:
             dist, calls = self._dist, []
             for mine, out in messages:
                 for peer, chunk in enumerate(out):
                     if peer == self.rank:
-                        chunk.copy_(mine)
+                        if chunk is not mine:
+                            chunk.copy_(mine)
                         continue
                     if chunk.numel():
                         calls.append(dist.P2POp(dist.irecv, chunk, group=self.group, group_peer=peer))
@@ -300,17 +323,21 @@ class TorchRanks(Ranks):
 
         return finish
 
-    def _send_lists(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
+    def _send_lists(self, messages: Sequence[tuple[Any, list[Any]]], options: Any) -> Any:
         """The work of all messages as one operation of NCCL, by the calls that torch's own batches are made of."""
-        group, options, device = self.group, self._options.AllToAllOptions(), messages[0][0].device
-        options.asyncOp = True
-        if len(messages) == 1:
-            mine, out = messages[0]
-            return group.alltoall(list(out), [mine] * self.size, options)
-        group._start_coalescing(device)
+        group, rank = self.group, self.rank
+        lists = []
         for mine, out in messages:
-            group.alltoall(list(out), [mine] * self.size, options)
-        return group._end_coalescing(device)
+            sent = [mine] * self.size
+            if out[rank] is mine:  # NCCL would copy it, on the cores that serve the link
+                sent[rank] = out[rank] = mine[:0]
+            lists.append((out, sent))
+        if len(lists) == 1:
+            return group.alltoall(*lists[0], options)
+        group._start_coalescing(messages[0][0].device)
+        for out, sent in lists:
+            group.alltoall(out, sent, options)
+        return group._end_coalescing(messages[0][0].device)
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
@@ -355,7 +382,9 @@ class NcclRanks(Ranks):
     def _all_to_all(self, array: Array, out: Array, sent: list[int], received: list[int]) -> None:
         self._exchange([(_chunks(array, sent), _chunks(out, received))])
 
-    def _spread(self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], *given: Bytes) -> Callable[[], None]:
+    def _spread(
+        self, messages: Sequence[tuple[Bytes, Sequence[Bytes]]], beside: bool, *given: Bytes
+    ) -> Callable[[], None]:
         self._exchange([([mine.array()] * self.size, [x.array() for x in out]) for mine, out in messages])
         return _nothing
 
@@ -374,7 +403,8 @@ class NcclRanks(Ranks):
         finally:
             self._nccl.groupEnd()
         for sent, received in messages:
-            received[self.rank][...] = sent[self.rank]
+            if sent[self.rank].data.ptr != received[self.rank].data.ptr:
+                received[self.rank][...] = sent[self.rank]
 
 
 # --- any of them --------------------------------------------------------------------------------

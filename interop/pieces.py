@@ -134,6 +134,11 @@ def memory_of_part(part: QuantizedArray) -> Any:
     return part.buffers.memory
 
 
+def part_of(memory: Any, offset: int, nbytes: int) -> Any:
+    """Memory, as in block, that begins at a byte of other memory."""
+    return memory[offset : offset + nbytes] if isinstance(memory, np.ndarray) else memory + offset
+
+
 def block(memory: Any, offset: int, shape: tuple[int, ...]) -> Array:
     """Bytes of a buffer as an array, no copy; memory is a NumPy array of bytes or CuPy's MemoryPointer."""
     if isinstance(memory, np.ndarray):
@@ -202,4 +207,4 @@ def bytes_of(array: Array) -> Array:
 
 
 __all__ = ["BYTES", "Move", "Span", "block", "bytes_of", "has_scales_of_pieces", "memory_of_part", "move", "moves",
-           "scalars", "take_rows", "unwritten", "whole_part"]
+           "part_of", "scalars", "take_rows", "unwritten", "whole_part"]

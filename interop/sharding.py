@@ -20,7 +20,7 @@ from hqarray.arrays import DIRECTIONS, Direction, HybridArray, QuantizedArray
 from hqarray.formats import Format, as_format
 from hqarray.grouped_parts import memory_of, on_device
 from hqarray.inputs import Slots, as_amax, as_array, as_draws, backend_of, expect_one_amax
-from hqarray.layout import Array, namespace, part_layout
+from hqarray.layout import Array, namespace, part_layout, round_up
 from hqarray.philox import Draws
 from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
@@ -33,6 +33,7 @@ from .pieces import (
     memory_of_part,
     move,
     moves,
+    part_of,
     scalars,
     whole_part,
 )
@@ -394,36 +395,38 @@ def _gathering(
 def _gather_chunks(
     values: Array, ranks: Any, gathering: _Gathering, amax: Array | None, draws: Draws | None
 ) -> QuantizedArray:
-    """The part of the whole, whose rows are cut."""
-    format, by_rows, shape = gathering.format, gathering.by_rows, gathering.own.shape
-    module, backend, pair = namespace(values), backend_of(values), (format, None) if by_rows else (None, format)
-    rank, whole, arrived, travelling = ranks.rank, None, None, []
+    """The part of the whole, whose rows are cut: each chunk is quantized where it lies in the whole, if it can be."""
+    format, shape, rank = gathering.format, gathering.own.shape, ranks.rank
+    module, backend = namespace(values), backend_of(values)
+    pair = (format, None) if gathering.by_rows else (None, format)
+    whole = whole_part(format, shape, module, gathering.measures)
+    target, travelling, pitch = memory_of_part(whole), [], gathering.chunks[0].pitch
+    count = gathering.offsets[-1] if gathering.has_scales else max(chunk.sizes[rank] for chunk in gathering.chunks)
+    arrived = memory_of(module.ndarray((count,), BYTES))
     for chunk, offset in zip(gathering.chunks, gathering.offsets, strict=False):
-        mine, (first, last) = chunk.own[rank], chunk.places[rank]
+        mine, (first, last), start = chunk.own[rank], chunk.places[rank], chunk.starts[rank]
         if draws is not None:
-            draws = Draws(draws.seed, first=(first, 0) if by_rows else (0, first))
-        chosen = values if len(gathering.chunks) == 1 else values[mine] if by_rows else values[:, mine]
-        part = backend.quantize_parts(chosen, *pair, None, amax, draws)[0 if by_rows else 1]
-        if whole is None:  # the first kernel is under way
-            whole = whole_part(format, shape, module, gathering.measures)
-            target = memory_of_part(whole)
-            if gathering.has_scales:
-                arrived = memory_of(module.ndarray((gathering.offsets[-1],), BYTES))
-        memory, pitch = memory_of_part(part), chunk.pitch
-        messages = [(Bytes(memory, 0, (last - first) * pitch),
-                     [Bytes(target, a * pitch, (b - a) * pitch) for a, b in chunk.places])]
-        if arrived is not None:
-            messages.append((
-                Bytes(memory, chunk.starts[rank], chunk.sizes[rank]),
-                [Bytes(arrived, offset + end, size) for end, size in zip(chunk.ends, chunk.sizes, strict=False)],
-            ))
-        travelling.append((ranks.start_spread(messages), chunk, offset))
-    move(target, memory, 0, scalars(format, part.shape, shape, gathering.measures))
+            draws = Draws(draws.seed, first=(first, 0) if gathering.by_rows else (0, first))
+        chosen = values if len(gathering.chunks) == 1 else values[mine] if gathering.by_rows else values[:, mine]
+        codes = [Bytes(target, a * pitch, (b - a) * pitch) for a, b in chunk.places]
+        own, rows = codes[rank], round_up(last - first, 16)
+        if first % 16 or (last % 16 and last < shape[0]):  # rows of padding would lie on those of the next rank
+            own = Bytes(memory_of(module.ndarray((rows * pitch,), BYTES)), 0, own.nbytes)
+        at = offset + chunk.ends[rank] if gathering.has_scales else 0
+        backend.quantize_apart(
+            chosen, *pair, amax, draws, part_of(own.memory, own.start, rows * pitch),
+            part_of(arrived, at, chunk.sizes[rank]),
+        )
+        messages = [(own, codes)]
+        if gathering.has_scales:
+            scales = [Bytes(arrived, offset + end, size) for end, size in zip(chunk.ends, chunk.sizes, strict=False)]
+            messages.append((scales[rank], scales))
+        travelling.append((ranks.start_spread(messages, beside=len(gathering.chunks) > 1), chunk, offset))
+    move(target, arrived, at - start, scalars(format, (last - first, shape[1]), shape, gathering.measures))
     for finish, chunk, offset in travelling:
         finish()
-        if arrived is not None:
+        if gathering.has_scales:
             chunk.put(target, arrived, offset)
-    assert whole is not None
     return whole
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 ENGINE_TIMEOUT = 30
 """Seconds after which an engine gives up waiting for a rank, where a test says nothing else."""
@@ -24,7 +25,8 @@ class Failed(Exception):
         self.messages = messages
 
 
-def _serve(rank, size, store, backend, engine_timeout, connection):
+def _serve(rank, size, folder, backend, engine_timeout, connection):
+    os.dup2(os.open(f"{folder}/said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
     import torch
@@ -36,10 +38,13 @@ def _serve(rank, size, store, backend, engine_timeout, connection):
     if backend != "gloo":
         import cupy
 
-        torch.cuda.set_device(rank)
-        cupy.cuda.Device(rank).use()
+        count = cupy.cuda.runtime.getDeviceCount()
+        if count < size:  # NCCL refuses ranks that share a GPU, unless they seem to be on two hosts
+            os.environ.update(NCCL_HOSTID=f"hqarray-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.cuda.set_device(rank % count)
+        cupy.cuda.Device(rank % count).use()
     dist.init_process_group(
-        "gloo" if backend == "cupy" else backend, init_method=f"file://{store}", rank=rank, world_size=size,
+        "gloo" if backend == "cupy" else backend, init_method=f"file://{folder}/store", rank=rank, world_size=size,
         timeout=timedelta(seconds=120),
     )
     ranks = TorchRanks(dist.new_group(timeout=timedelta(seconds=engine_timeout)))
@@ -76,7 +81,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, daemon=True,
-                args=(rank, size, f"{self.folder.name}/store", backend, engine_timeout, theirs),
+                args=(rank, size, self.folder.name, backend, engine_timeout, theirs),
             )
             process.start()
             theirs.close()
@@ -91,6 +96,10 @@ class Pool:
             self.connections[rank].send((function, args))
         return self._collect(chosen)
 
+    def said(self, rank):
+        """What a rank has written to stderr."""
+        return Path(self.folder.name, f"said-{rank}").read_text(encoding="utf-8")
+
     def kill(self, rank):
         self.is_broken = True
         self.processes[rank].kill()
@@ -100,8 +109,9 @@ class Pool:
         deadline, results, raised = time.monotonic() + self.timeout, [], {}
         for rank in ranks:
             if not self.connections[rank].poll(max(0, deadline - time.monotonic())):
+                said = self.said(rank)
                 self.close()
-                raise AssertionError(f"rank {rank} has not answered within {self.timeout} seconds")
+                raise AssertionError(f"rank {rank} has not answered within {self.timeout} seconds; it said:\n{said}")
             kind, value = self.connections[rank].recv()
             results.append(value)
             if kind == "raised":

@@ -1,4 +1,4 @@
-"""Ranks and sharded matrices: 2 and 4 processes with gloo, 2 GPUs with NCCL, each against one process."""
+"""Ranks and sharded matrices: 2 and 4 processes with gloo, 2 with NCCL on as many GPUs or one, against one process."""
 
 import time
 from itertools import pairwise
@@ -30,11 +30,8 @@ def gpu_count():
         return 0
 
 
-def gpus(count):
-    return (pytest.mark.gpu, pytest.mark.skipif(gpu_count() < count, reason=f"fewer than {count} GPUs"))
-
-
-ON_GPUS = [pytest.param(name, marks=gpus(2)) for name in ("nccl-2", "cupy-2")]
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(gpu_count() < 1, reason="no GPU"))
+ON_GPUS = [pytest.param(name, marks=ON_A_GPU) for name in ("nccl-2", "cupy-2")]
 
 
 @pytest.fixture(scope="module", params=["gloo-2", "gloo-4", *ON_GPUS])
@@ -263,16 +260,22 @@ def test_a_killed_rank_ends_the_others_with_an_error_and_no_hang(size):
             assert f"(1, 16) uint8, ({size}, 16) uint8" in message
 
 
-@pytest.mark.parametrize("engine", [pytest.param("nccl", marks=gpus(2))])
-def test_a_killed_rank_ends_the_others_by_the_watchdog_of_nccl(engine):
-    """Torch's own end of such a process, after the group's timeout: nobody waits for good."""
-    with Pool(2, engine, engine_timeout=PATIENCE) as pool:
+@pytest.mark.parametrize("how", [pytest.param(how, marks=ON_A_GPU) for how in ("killed", "changed")])
+def test_who_waits_for_a_rank_with_nccl_is_ended_by_its_watchdog_which_says_what_was_waited_for(how):
+    """The host does not wait for what is on its way on a GPU, so that torch ends the process."""
+    with Pool(2, "nccl", engine_timeout=PATIENCE) as pool:
         assert pool.run(rank_work.gather_on_a_gpu) == ["all were there"] * 2
-        pool.kill(1)
+        if how == "killed":
+            pool.kill(1)
+        else:  # the other rank has a piece that it refuses
+            with pytest.raises(Failed, match=r"ValueError: the piece on rank 1 of 2 .* is \(5, 64\)"):
+                pool.run(rank_work.changed_piece, Sharding((8, 64), (0, 4, 8)), ranks=[1])
         start = time.monotonic()
         with pytest.raises((Failed, EOFError, ConnectionError)):
             pool.run(rank_work.gather_on_a_gpu, ranks=[0])
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 20 * PATIENCE
+        said = pool.said(0)
+        assert "OpType=" in said and "rank 0" in said.lower(), said
 
 
 def test_a_piece_that_changed_behind_its_sharding_ends_with_an_error_on_every_rank_and_no_hang():
