@@ -264,7 +264,7 @@ class TorchRanks(Ranks):
         return result
 
     def _options(self, kind: str, *, beside: bool = False) -> Any:
-        """Options of an operation on the caller's stream, or on one of the engine's."""
+        """Options of an operation on the caller's stream, which then may have no work to wait for, or beside it."""
         options = getattr(self._dist.distributed_c10d, kind)()
         if hasattr(options, "asyncOp"):
             options.asyncOp = beside
@@ -273,7 +273,9 @@ class TorchRanks(Ranks):
     def _all_reduce_max(self, array: Array) -> None:
         options = self._options("AllreduceOptions")
         options.reduceOp = self._dist.ReduceOp.MAX
-        self.group.allreduce([self._arrays.as_tensor(array)], options).wait()  # dist.all_reduce's checks take 20 us
+        work = self.group.allreduce([self._arrays.as_tensor(array)], options)  # dist.all_reduce's checks take 20 us
+        if work is not None:
+            work.wait()
 
     def _all_gather(self, array: Array, out: Array, sizes: list[int]) -> None:
         tensor = self._arrays.as_tensor
@@ -300,7 +302,8 @@ class TorchRanks(Ranks):
     def _to_all(self, messages: Sequence[tuple[Any, list[Any]]], beside: bool) -> Callable[[], None]:
         """Begin to send a tensor of each message to all ranks, into their tensors."""
         if messages[0][0].is_cuda:  # NCCL sends lists, with less of the host's time than a batch of calls
-            works = [self._send_lists(messages, self._options("AllToAllOptions", beside=beside))]
+            work = self._send_lists(messages, self._options("AllToAllOptions", beside=beside))
+            works = [] if work is None else [work]
         else:
             dist, calls = self._dist, []
             for mine, out in messages:
@@ -324,7 +327,7 @@ class TorchRanks(Ranks):
         return finish
 
     def _send_lists(self, messages: Sequence[tuple[Any, list[Any]]], options: Any) -> Any:
-        """The work of all messages as one operation of NCCL, by the calls that torch's own batches are made of."""
+        """All messages as one operation of NCCL, by the calls of torch's own batches; its work, or None."""
         group, rank = self.group, self.rank
         lists = []
         for mine, out in messages:

@@ -29,6 +29,7 @@ def _serve(rank, size, folder, backend, engine_timeout, connection):
     os.dup2(os.open(f"{folder}/said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # a minute by default, for what others want to say
     import torch
     import torch.distributed as dist
 
