@@ -22,9 +22,10 @@ from hqarray.inputs import as_array
 from hqarray.layout import Array
 from hqarray.linear import seed_of
 from hqarray.recipes import Recipe, Role, as_recipe
+from hqarray.records import can_travel, weighted_sum
 
 from .distributed import Ranks, as_ranks
-from .experts import Route, can_travel, combine, dispatch, returned, weighted_sum
+from .experts import Route, as_weights, combine, dispatch, returned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,8 @@ def experts_forward(
     gw = _quantized(w, None, recipe, "weight", seed)
     slots = returned(ops.matmul(gx, gw.T), route, ranks)
     with on_device(slots.device):
-        y = weighted_sum(slots, route, weights)
+        chosen = None if weights is None else as_weights(weights, route)
+        y = weighted_sum(slots.reshape(-1, slots.shape[2]), (route.tokens, route.top), None, chosen)
     kept = slots if weights is not None else None
     return y, SavedExperts(gx.drop(rowwise=True), gw.drop(rowwise=True), route, recipe, weights, kept, seed)
 

@@ -4,30 +4,31 @@
     g = dispatch(x, route, ranks, "mxfp8")                   # this rank's experts, a GroupedArray: not quantized anew
     y = combine(g @ gw.T, route, ranks, weights=weights)     # (tokens, n)
 
-A token's codes travel as one row of bytes, its scales as another. Rank r has experts r * local to (r + 1) * local. Rows
-of an expert lie in the order of ranks, then of tokens, as a stable sort of all tokens on one rank puts them.
+A token travels as one record, its codes and scales. Rank r has experts r * local to (r + 1) * local. Rows of an expert
+lie in the order of ranks, then of tokens, as a stable sort of all tokens on one rank puts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from hqarray import ops
-from hqarray.arrays import HybridArray, zeros_part
+from hqarray.arrays import HybridArray, QuantizedArray, zeros_part
 from hqarray.formats import Format, HighPrecision, as_format
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_making import backend_on, grouped_quantize
 from hqarray.grouped_parts import GroupedPart, layout_of, memory_of, on_device
 from hqarray.groups import Sizes
 from hqarray.inputs import as_array, as_ours, place
-from hqarray.layout import Array, namespace, part_layout
+from hqarray.layout import PITCH, Array, namespace
+from hqarray.records import Lines, Record, pack, unpack, weighted_sum
 
 from .distributed import Ranks, as_ranks
-from .pieces import block, bytes_of, memory_of_part, take_rows
+from .pieces import bytes_of, take_rows
 
 # --- where tokens go ----------------------------------------------------------------------------
 
@@ -46,9 +47,8 @@ class Route:
     shares       rows for each rank and from each, on the host; None with a capacity
     sizes        int64 (local,): rows of each of this rank's experts
     leaving      int64: the sorted slot of each row that is sent; with a capacity what is not wanted is some slot
-    places       int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive;
-                 where it is no expert's, as for row 0
-    sources      the same, but one behind them where it is no expert's
+    sources      int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive; one
+                 behind them where it is no expert's
     back         int64 (rows,): for each row that arrived, which of the experts' rows it is
     returning    int64 (slots,): for each slot, which of the rows that come back is its, or one behind them
     found        index arrays that depend on the route alone, by name
@@ -64,7 +64,6 @@ class Route:
     shares: tuple[list[int], list[int]] | None
     sizes: Array
     leaving: Array
-    places: Array
     sources: Array
     back: Array
     returning: Array
@@ -161,8 +160,8 @@ def make_route(choices: Any, num_experts: int, ranks: Any, *, capacity: int | No
             leaving = module.minimum(leaving, max(len(order) - 1, 0))
         sizes = module.ascontiguousarray(received.sum(axis=0))
     tokens, top = choices.shape
-    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, places, sources,
-                 back, returning)
+    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, sources, back,
+                 returning)
 
 
 def _inverse(index: Array, count: int) -> Array:
@@ -199,106 +198,51 @@ def _runs(lengths: Array, count: int) -> tuple[Array, Array, Array]:
 
 
 def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
-    """Rows of bytes that leave to the ranks of their experts; those that arrive, and a zero one behind them."""
-    arrived = _with_zero_row(route.arriving, rows)
+    """Rows of bytes that leave to the ranks of their experts; those that arrive."""
+    arrived = namespace(rows).empty((route.arriving, rows.shape[1]), rows.dtype)
     sent, received = route.shares or (None, None)
-    ranks.all_to_all(rows, arrived[:-1], sent, received)
+    ranks.all_to_all(rows, arrived, sent, received)
     return arrived
 
 
 def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
-    """Rows as this rank's experts have them to where they came from; those that return here, slot by slot."""
-    leaving = take_rows(rows, route.back)
-    returned = _with_zero_row(len(route.leaving), rows)
+    """Rows of bytes as they arrived to where they came from, and zeros behind them: route.returning names a slot's."""
+    returned = namespace(rows).empty((len(route.leaving) + 1, rows.shape[1]), rows.dtype)
+    returned[-1:] = 0
     sent, received = route.shares or (None, None)
-    ranks.all_to_all(leaving, returned[:-1], received, sent)
-    return take_rows(returned, route.returning)
-
-
-def _with_zero_row(count: int, like: Array) -> Array:
-    rows = namespace(like).empty((count + 1, like.shape[1]), like.dtype)
-    rows[count:] = 0
-    return rows
+    ranks.all_to_all(rows, returned[:-1], received, sent)
+    return returned
 
 
 # --- quantized rows -----------------------------------------------------------------------------
 
 
-def can_travel(format: Format) -> bool:
-    """Whether a row's codes and scales do not depend on where the row lies, nor on its neighbours but for an amax."""
-    blocks = [block for block in (format.storage.block, format.amax_block) if block is not None]
-    return not format.is_stochastic and all(rows == 1 for rows, _ in blocks)
+def _lines(part: GroupedPart, route: Route, side: Literal["lengths", "sizes"], count: int) -> Lines:
+    """The rows of a group whose members are those of the route: slots by expert, or rows of this rank's experts."""
+    span = part.layout.scales
+    if span is None or not Record(part.format, part.layout.each).scales[1]:
+        return Lines.of_group(part, None, None)
+    blocks, lengths = part.format.storage.num_scales((1, part.layout.each))[1], getattr(route, side)
+
+    def find() -> Array:
+        row, run, is_there = _runs(lengths, count)
+        pitch = span.units(lengths)  # a member's scales lie (blocks, pitch)
+        first = _starts(pitch) * blocks
+        module = namespace(lengths)
+        return module.stack([module.where(is_there, first[run] + row, -1), pitch[run]])
+
+    starts, steps = route.remembered((side, blocks, span), find)
+    return Lines.of_group(part, starts, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """How a row of a part travels: its codes with their padding; its scales and global scale, if they are its own."""
-
-    format: Format
-    k: int
-
-    def __post_init__(self) -> None:
-        if not can_travel(self.format):
-            why = "rounds at random by a row's place" if self.format.is_stochastic else "has blocks of many rows"
-            raise ValueError(
-                f"{self.format.name} {why}, and a token that is sent has codes of its own; send another format (mxfp8, "
-                f"fp8_block_1x128, nvfp4, ...), or bf16 and quantize where it arrives"
-            )
-
-    @property
-    def pitch(self) -> int:
-        """Bytes of a row of codes."""
-        codes = part_layout(self.format.storage, (1, self.k)).codes
-        return codes.pitch * codes.itemsize
-
-    def codes(self, memory: Any, count: int) -> Array:
-        """The rows of codes that a part's memory begins with, and their padding, as bytes (count, pitch)."""
-        return block(memory, 0, (count, self.pitch))
-
-    @property
-    def scales(self) -> tuple[np.dtype[Any], int]:
-        """Type and number of a row's scales."""
-        layout = part_layout(self.format.storage, (1, self.k))
-        return layout.scales_dtype, layout.num_scales[1] if self.format.storage.block is not None else 0
-
-    def pack(self, scales: Array, globals_: Array | None) -> Array | None:
-        """Scales (n, blocks) and global scales (n,) as bytes; None where rows have none of their own."""
-        pieces = [bytes_of(scales)] if self.scales[1] else []
-        if self.format.storage.global_per_row:
-            assert globals_ is not None
-            pieces.append(bytes_of(globals_[:, None]))
-        return namespace(pieces[0]).concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0] if pieces else None
-
-    def unpack(self, rows: Array) -> tuple[Array | None, Array | None]:
-        """Scales and global scales, each None where rows have none; inverse of pack."""
-        (dtype, count), at = self.scales, self.scales[1] * self.scales[0].itemsize
-        return _values(rows[:, :at], dtype) if count else None, _values(rows[:, at:], np.dtype(np.float32))
-
-
-def _values(rows: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Bytes (n, width) as (n, values)."""
-    if not rows.shape[1]:
-        return None
-    whole = namespace(rows).ascontiguousarray(rows).reshape(-1)
-    return whole.view(dtype).reshape(len(rows), rows.shape[1] // dtype.itemsize)
-
-
-def _scale_places(part: GroupedPart, route: Route, side: str, count: int) -> Array:
-    """Where in part.scales those of each row lie: (count, blocks); of rows of no member those of row 0.
-
-    side  "lengths" or "sizes": of which of the route the part's members are
-    """
-    blocks, pad = part.format.storage.num_scales((1, part.layout.each))[1], part.layout.scales
-    return route.remembered((side, blocks, pad), lambda: _find_scales(part, getattr(route, side), count))
-
-
-def _find_scales(part: GroupedPart, lengths: Array, count: int) -> Array:
-    span, blocks = part.layout.scales, part.format.storage.num_scales((1, part.layout.each))[1]
-    assert span is not None
-    row, run, _ = _runs(lengths, count)
-    pitch = span.units(lengths)  # a member's scales lie (blocks, pitch)
-    first = _starts(pitch) * blocks
-    return first[run][:, None] + namespace(lengths).arange(blocks) * pitch[run][:, None] + row[:, None]
+def _rows_of(x: Array, record: Record) -> tuple[Lines, QuantizedArray | None]:
+    """The rows of a matrix in a record's format, and the part that holds them; values that fit lie as they are."""
+    if not record.scales[1] and record.format.scaling is None and x.dtype == record.format.storage.element.dtype:
+        rows = bytes_of(x)
+        if rows.shape[1] == record.pitch and (isinstance(rows, np.ndarray) or rows.data.ptr % PITCH == 0):
+            return Lines(record, rows), None
+    part = ops.quantize(x, rowwise=record.format).part("rowwise").packed()
+    return Lines.of_part(part), part
 
 
 def _member_sizes(lengths: Array, capacity: int) -> Sizes:
@@ -339,31 +283,21 @@ def dispatch(
     wanted = as_format(format).resolve(ops._nominal(x.dtype))
     record = Record(wanted, x.shape[1])
     with on_device(x.device):
-        module, per_expert = namespace(x), None
-        tokens, chosen = route.tokens_leaving, route.leaving
+        per_expert, index = None, route.tokens_leaving if weights is None else route.leaving
         if weights is not None:
-            x = _weighted(take_rows(bytes_of(x), route.slot_tokens).view(x.dtype), weights, route)
-            tokens = chosen
+            x = _weighted(x, weights, route)
         if wanted.measures_amax:
             if weights is None:
                 x = take_rows(bytes_of(x), route.slot_tokens).view(x.dtype)
-            per_expert, scales = _by_expert(x, route, ranks, record)
-            codes, extra, tokens = record.codes(per_expert.memory, len(x)), record.pack(scales, None), chosen
+            per_expert = _by_expert(x, route, ranks, wanted)
+            lines, index = _lines(per_expert, route, "lengths", len(x)), route.leaving
         else:
-            part = ops.quantize(x, rowwise=wanted).part("rowwise").packed()
-            codes, extra = record.codes(memory_of_part(part), len(x)), record.pack(part.scales, part.global_scale)
-        arrived = _send(take_rows(codes, tokens), route, ranks)
-        count = route.arriving
-        group = _group_to_fill(wanted, x.shape[1], _member_sizes(route.sizes, count), module)
-        take_rows(arrived, route.sources, record.codes(group.memory, count))
-        if extra is not None:
-            found = _send(take_rows(extra, tokens), route, ranks)
-            scales, globals_ = record.unpack(take_rows(found, route.places))
-            if scales is not None and count:
-                group.scales[_scale_places(group, route, "sizes", count)] = scales
-            if globals_ is not None:
-                assert group.global_scale is not None
-                group.global_scale[...] = globals_[:, 0]
+            lines, _held = _rows_of(x, record)
+        in_order = route.capacity is None and index is route.leaving
+        arrived = _send(pack(lines, None if in_order else index), route, ranks)
+        sizes = _member_sizes(route.sizes, route.arriving)
+        group = _group_to_fill(wanted, x.shape[1], sizes, namespace(x))
+        unpack(arrived, _lines(group, route, "sizes", route.arriving), route.sources)
         if per_expert is not None:
             mine = slice(ranks.rank * route.num_local, (ranks.rank + 1) * route.num_local)
             for name in ("scales", "global_scale", "amax"):
@@ -374,36 +308,34 @@ def dispatch(
         return GroupedArray(group, None, group.sizes, columns, ops._nominal(x.dtype))
 
 
-def _weighted(slots: Array, weights: Any, route: Route) -> Array:
+def _weighted(x: Array, weights: Any, route: Route) -> Array:
     """Sorted slots times their weights, rounded once to their dtype."""
-    weights = _as_weights(weights, route).reshape(-1)[route.order]
-    return (slots.astype(np.float32) * weights[:, None]).astype(slots.dtype)
+    weights = as_weights(weights, route).reshape(-1)[route.order]
+    return weighted_sum(x, (len(weights), 1), route.slot_tokens, weights[:, None])
 
 
-def _as_weights(weights: Any, route: Route) -> Array:
+def as_weights(weights: Any, route: Route) -> Array:
+    """Weights as float32 (tokens, top). Raises ValueError for another shape."""
     weights = as_array(weights, "weights")
     if weights.shape != (route.tokens, route.top):
         raise ValueError(f"weights are {(route.tokens, route.top)}, one for each choice, not {weights.shape}")
     return weights.astype(np.float32, copy=False)
 
 
-def _by_expert(slots: Array, route: Route, ranks: Ranks, record: Record) -> tuple[GroupedPart, Array | None]:
-    """The sorted slots quantized by the amax that each expert has on all ranks, and each row's scales."""
+def _by_expert(slots: Array, route: Route, ranks: Ranks, format: Format) -> GroupedPart:
+    """The sorted slots quantized by the amax that each expert has on all ranks."""
     lengths = route.lengths
     rows = _member_sizes(lengths, len(slots))
     sizes: Any = rows.values if rows.is_known else lengths
-    if record.format.storage.rht:
-        amaxes = grouped_quantize(slots, sizes, rowwise=record.format).rowwise.amax.copy()  # type: ignore[union-attr]
+    if format.storage.rht:
+        amaxes = grouped_quantize(slots, sizes, rowwise=format).rowwise.amax.copy()  # type: ignore[union-attr]
     else:
         amaxes = namespace(slots).zeros(len(lengths), np.float32)
         backend_on(place(slots) < 0).raise_to_amaxes(slots, rows, amaxes)
     ranks.all_reduce_max(amaxes)
-    part = grouped_quantize(slots, sizes, rowwise=record.format, amax=amaxes).rowwise
+    part = grouped_quantize(slots, sizes, rowwise=format, amax=amaxes).rowwise
     assert isinstance(part, GroupedPart)
-    scales = None
-    if part.layout.scales is not None:
-        scales = part.scales[_scale_places(part, route, "lengths", len(slots))]
-    return part, scales
+    return part
 
 
 def combine(
@@ -416,27 +348,24 @@ def combine(
     format   of the way back, each row by itself; None sends the values
     returns  (tokens, n) of y's dtype, summed in float32 in the order of the choices
     """
-    slots = returned(y, route, ranks, format=format)
-    with on_device(slots.device):
-        return weighted_sum(slots, route, weights)
-
-
-def weighted_sum(slots: Array, route: Route, weights: Any = None) -> Array:
-    """(tokens, top, n) times weights (tokens, top), summed over the choices in float32: (tokens, n)."""
-    weights = None if weights is None else _as_weights(weights, route)
-    module, total = namespace(slots), None
-    for choice in range(route.top):
-        row = slots[:, choice]
-        if weights is not None:
-            row = module.multiply(row, weights[:, choice, None], dtype=np.float32)
-        total = row.astype(np.float32) if total is None else module.add(total, row, out=total)
-    if total is None:
-        total = module.zeros((route.tokens, slots.shape[2]), np.float32)
-    return total.astype(slots.dtype)
+    rows, index = _returned(y, route, ranks, format)
+    with on_device(rows.device):
+        weights = None if weights is None else as_weights(weights, route)
+        return weighted_sum(rows, (route.tokens, route.top), index, weights)
 
 
 def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = None) -> Array:
     """What came back for each choice, not summed: (tokens, top, n)."""
+    rows, index = _returned(y, route, ranks, format)
+    with on_device(rows.device):
+        slots = rows if index is None else take_rows(bytes_of(rows), index).view(rows.dtype)
+        return slots.reshape(route.tokens, route.top, rows.shape[1])
+
+
+def _returned(
+    y: Any, route: Route, ranks: Any, format: Format | str | None
+) -> tuple[Array, Array | None]:
+    """Rows that came back, and for each slot which is its own; None: they are those of the slots."""
     ranks, y = as_ranks(ranks), as_array(y, "y")
     if y.ndim != 2 or len(y) != route.arriving:
         raise ValueError(f"y on {ranks} is (rows, n) of the {route.arriving} rows of dispatch's group, not {y.shape}")
@@ -447,22 +376,13 @@ def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = 
                          f"row, or None")
     record = Record(wanted, y.shape[1])
     with on_device(y.device):
-        shape = (route.tokens, route.top, y.shape[1])
         if format is None:
-            return _send_back(bytes_of(y), route, ranks).view(y.dtype).reshape(shape)
-        part = ops.quantize(y, rowwise=wanted).part("rowwise").packed()
-        extra = record.pack(part.scales, part.global_scale)
-        codes = _send_back(record.codes(memory_of_part(part), len(y)), route, ranks)
-        arrived = zeros_part(wanted, (len(codes), y.shape[1]), namespace(y))
-        record.codes(memory_of_part(arrived), len(codes))[...] = codes
-        if extra is not None:
-            scales, globals_ = record.unpack(_send_back(extra, route, ranks))
-            if scales is not None:
-                arrived.scales[...] = scales
-            if globals_ is not None:
-                assert arrived.global_scale is not None
-                arrived.global_scale[...] = globals_[:, 0]
-        return HybridArray(arrived, dtype=dtype).dequantize().reshape(shape)
+            return _send_back(take_rows(bytes_of(y), route.back), route, ranks).view(y.dtype), route.returning
+        lines, _held = _rows_of(y, record)
+        found = _send_back(pack(lines, route.back), route, ranks)
+        slots = zeros_part(wanted, (len(route.returning), y.shape[1]), namespace(y))
+        unpack(found, Lines.of_part(slots), route.returning)
+        return HybridArray(slots, dtype=dtype).dequantize(), None
 
 
-__all__ = ["Record", "Route", "can_travel", "combine", "dispatch", "make_route", "returned", "weighted_sum"]
+__all__ = ["Route", "combine", "dispatch", "make_route", "returned"]

@@ -75,6 +75,12 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
         yield Specialisation(f"transpose {name}", traits.transpose_launch(storage).source, True)
     yield Specialisation("narrow float64", traits.narrow_launch().source, True)
     yield Specialisation("delayed scaling", traits.delayed_launch().source, True)
+    for packs, what in ((True, "pack"), (False, "unpack")):
+        for scale_bytes in (1, 4):
+            source = traits.records_launch(packs, scale_bytes).source
+            yield Specialisation(f"{what} records, scales of {scale_bytes} bytes", source, True)
+    for dtype in DTYPES:
+        yield Specialisation(f"combine {dtype}", traits.combine_launch(dtype).source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)

@@ -5,13 +5,11 @@
 //
 // GROUPED: of many products whose rows are stacked; a block finds its member, which has a bias of its own and, with
 // SCALED, a factor of its own: SUM is multiplied by what the scales of both operands leave to it.
-#include "encode.cuh"
+#include "columns.cuh"
 #include "group.cuh"
 #include "whole.cuh"
 
 namespace hq {
-
-constexpr int COLUMNS = 4;
 
 struct FinishArguments {
     const float* sum;  // null: zeros, the sum over nothing
@@ -31,33 +29,6 @@ struct GroupedFinishArguments {
     const float* scalar_b;
     i64 zeros_rest;         // whether rows of no member are zeroed
 };
-
-template <class T>
-HQ_FN float load(const char* source, int i) {
-    const auto bits = reinterpret_cast<const typename T::type*>(source)[i];
-    if constexpr (T::size == 4) return float_of(bits);
-    else return T::low(bits);
-}
-
-template <class T>
-HQ_FN void store(char* target, const float (&value)[COLUMNS], int count) {
-    u32 words[COLUMNS * T::size / 4];
-#pragma unroll
-    for (int pair = 0; pair < COLUMNS / 2; ++pair) {
-        if constexpr (T::size == 4) {
-            words[2 * pair] = bits_of(value[2 * pair]);
-            words[2 * pair + 1] = bits_of(value[2 * pair + 1]);
-        } else words[pair] = narrow_pair<T>(value[2 * pair], value[2 * pair + 1]);
-    }
-    if (count >= COLUMNS && reinterpret_cast<u64>(target) % (COLUMNS * T::size) == 0) {
-        if constexpr (T::size == 4) *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-        else *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
-    } else {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            if (c < count) reinterpret_cast<typename T::type*>(target)[c] = typename T::type(words[c * T::size / 4] >> (c * T::size * 8 % 32));
-    }
-}
 
 // x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), in the order of gemm.gelu.
 HQ_FN float gelu(float x) {

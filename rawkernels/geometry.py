@@ -121,6 +121,12 @@ DECODE_TILE = Tile(64, 256, lanes_across=32)
 FINISH_TILE = Tile(8, 1024)
 """What a block of the finishing kernel writes: 4 columns a thread."""
 
+RECORDS_TILE = Tile(32, 4096)
+"""Rows and bytes of codes that a block packs or unpacks."""
+
+COMBINE_TILE = Tile(2, 1024)
+"""What a block of the combining kernel writes: 4 columns a thread."""
+
 GROUP_FINISH_TILE = Tile(32, 1024)
 """The same for many products: a block that looks for its member does more."""
 

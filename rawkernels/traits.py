@@ -251,6 +251,20 @@ def delayed_launch() -> Launch:
     return Launch(Source("delayed.cu", "hq_delayed", _TILE_CONSTANTS), geometry.HISTORY_TILE, 0)
 
 
+def records_launch(packs: bool, scale_bytes: int) -> Launch:
+    """The kernel that makes records of rows, or rows of records; of rows without scales their bytes do not matter."""
+    text = _TILE_CONSTANTS + f"typedef {'float' if scale_bytes == 4 else 'u8'} Scale;\n"
+    text += f"constexpr bool PACKS = {_cpp(packs)};\n"
+    return Launch(Source("records.cu", "hq_records", text), geometry.RECORDS_TILE, 0)
+
+
+def combine_launch(dtype: str) -> Launch:
+    """The kernel that sums rows by weight."""
+    tile = geometry.COMBINE_TILE
+    text = _TILE_CONSTANTS + f"typedef {wide(dtype)} Value;\nconstexpr int ROWS = {tile.rows};\n"
+    return Launch(Source("combine.cu", "hq_combine", text), tile, 0)
+
+
 def transpose_launch(storage: Storage) -> Launch:
     """The kernel that moves the codes of a transposable format's part."""
     tile = geometry.SQUARE

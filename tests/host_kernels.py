@@ -40,7 +40,7 @@ REPLACED = (
 
 ARGUMENTS = {"hq_dequantize": "DequantizeArguments", "hq_decode": "DecodeArguments",
              "hq_transpose": "TransposeArguments", "hq_quantize": "Arguments",
-             "hq_members": "MembersArguments"}
+             "hq_members": "MembersArguments", "hq_records": "RecordsArguments", "hq_combine": "CombineArguments"}
 
 
 class Compiler:

@@ -14,7 +14,8 @@ import hqarray as hq
 from hqarray.formats import as_format
 from hqarray.interop.distributed import Alone
 from hqarray.interop.expert_linear import experts_backward, experts_forward
-from hqarray.interop.experts import can_travel, combine, dispatch, make_route
+from hqarray.interop.experts import combine, dispatch, make_route
+from hqarray.records import can_travel
 
 ROOM = 2 * (TOKENS + 3)
 """Rows for each rank that are enough for all that any rank has."""

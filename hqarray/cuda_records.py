@@ -1,0 +1,77 @@
+"""Records of rows, and sums of rows by weight, on CuPy: one launch each on CuPy's current stream."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import cupy  # noqa: TID253  this module is imported only once a CuPy array has arrived
+import numpy as np
+
+from .cuda_launch import Kernel, kernel_of, stream_of
+from .layout import Array
+from .rawkernels import geometry, traits
+from .records import Lines
+
+# Structs of the kernels: every field takes eight bytes.
+_RECORDS = struct.Struct("=13q")
+_COMBINE = struct.Struct("=10q")
+
+
+@lru_cache(maxsize=4096)
+def _records_kernel(packs: bool, scale_bytes: int, count: int, pitch: int, device: int) -> Kernel:
+    launch = traits.records_launch(packs, scale_bytes)
+    return kernel_of(launch, geometry.grid(launch.tile, count, pitch), device)
+
+
+def pack(lines: Lines, index: Array | None, messages: Array) -> None:
+    """See records.pack; into messages."""
+    _launch(True, lines, messages, index, len(lines.codes), len(messages))
+
+
+def unpack(messages: Array, lines: Lines, index: Array) -> None:
+    """See records.unpack."""
+    _launch(False, lines, messages, index, len(messages), len(index))
+
+
+def _launch(packs: bool, lines: Lines, messages: Array, index: Array | None, rows: int, count: int) -> None:
+    record, device = lines.record, messages.data.device_id
+    dtype, blocks = record.scales
+    kernel = _records_kernel(packs, dtype.itemsize, count, record.pitch, device)
+    kernel.launch(
+        stream_of(device), _RECORDS, lines.codes.data.ptr, record.pitch // 16, rows, _pointer(lines.scales),
+        _pointer(lines.starts), _pointer(lines.steps), lines.step, blocks, _pointer(lines.globals), messages.data.ptr,
+        record.nbytes // 16, count, _pointer(index),
+    )
+
+
+def _pointer(array: Array | None) -> int:
+    return 0 if array is None else array.data.ptr
+
+
+@lru_cache(maxsize=4096)
+def _combine_kernel(dtype: str, tokens: int, columns: int, device: int) -> Kernel:
+    launch = traits.combine_launch(dtype)
+    return kernel_of(launch, geometry.grid(launch.tile, tokens, columns), device)
+
+
+def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weights: Array | None) -> Array:
+    """See records.weighted_sum."""
+    if rows.dtype.itemsize == 8:  # float64: sums are float32 whatever is added
+        return weighted_sum(rows.astype(np.float32), shape, index, weights).astype(rows.dtype)
+    (tokens, choices), columns, device = shape, rows.shape[1], rows.data.device_id
+    sums = cupy.ndarray((tokens, columns), rows.dtype)
+    if not sums.size:
+        return sums
+    if rows.strides[1] != rows.itemsize:
+        rows = cupy.ascontiguousarray(rows)
+    if weights is not None:
+        weights = cupy.ascontiguousarray(weights)
+    _combine_kernel(rows.dtype.name, tokens, columns, device).launch(
+        stream_of(device), _COMBINE, rows.data.ptr, rows.strides[0], len(rows), _pointer(index), _pointer(weights),
+        sums.data.ptr, sums.strides[0], tokens, choices, columns,
+    )
+    return sums
+
+
+__all__ = ["pack", "unpack", "weighted_sum"]

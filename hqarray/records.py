@@ -1,0 +1,161 @@
+"""Rows of a part as records that travel: a row's codes, its scales and its global scale, one after another.
+
+    messages = pack(lines, index)          # uint8 (len(index), record.nbytes): record i is row index[i]
+    unpack(messages, lines, index)         # row i becomes record index[i]
+
+Lines say where the rows of a part, or of all members of a group, lie. Nothing here knows where records go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .arrays import QuantizedArray
+from .buffers import Packed
+from .formats import Format
+from .grouped_parts import GroupedPart
+from .layout import PITCH, Array, PartLayout, namespace, part_layout, round_up
+
+
+def can_travel(format: Format) -> bool:
+    """Whether a row's codes and scales do not depend on where the row lies, nor on its neighbours but for an amax."""
+    blocks = [block for block in (format.storage.block, format.amax_block) if block is not None]
+    return not format.is_stochastic and all(rows == 1 for rows, _ in blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a row of k elements is as a record: codes with their padding, scales and global scale if they are its own.
+
+    Each of the three begins on 16 bytes.
+    """
+
+    format: Format
+    k: int
+
+    def __post_init__(self) -> None:
+        if not can_travel(self.format):
+            why = "rounds at random by a row's place" if self.format.is_stochastic else "has blocks of many rows"
+            raise ValueError(
+                f"{self.format.name} {why}, and a token that is sent has codes of its own; send another format (mxfp8, "
+                f"fp8_block_1x128, nvfp4, ...), or bf16 and quantize where it arrives"
+            )
+
+    @property
+    def _layout(self) -> PartLayout:
+        return part_layout(self.format.storage, (1, self.k))
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of codes."""
+        codes = self._layout.codes
+        return codes.pitch * codes.itemsize
+
+    @property
+    def scales(self) -> tuple[np.dtype[Any], int]:
+        """Type and number of a row's scales."""
+        layout = self._layout
+        return layout.scales_dtype, layout.num_scales[1] if self.format.storage.block is not None else 0
+
+    @property
+    def global_offset(self) -> int:
+        """Byte where the global scale begins, if there is one, and the scales have ended."""
+        dtype, count = self.scales
+        return self.pitch + round_up(count * dtype.itemsize, PITCH)
+
+    @property
+    def nbytes(self) -> int:
+        return self.global_offset + (PITCH if self.format.storage.global_per_row else 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """Where rows of a part lie.
+
+    codes    uint8 (rows, record.pitch)
+    scales   those of all rows, one dimension; None where rows have none of their own
+    starts   int64 (rows,), which of these is a row's first one; below 0: the row is none's, and has none. None: row i's
+             is scale i
+    steps    int64 (rows,), from each of a row's scales to the next; None: step
+    globals  float32 (rows,); None where rows have none of their own
+    """
+
+    record: Record
+    codes: Array
+    scales: Array | None = None
+    starts: Array | None = None
+    steps: Array | None = None
+    step: int = 0
+    globals: Array | None = None
+
+    @classmethod
+    def of_part(cls, part: QuantizedArray) -> Lines:
+        """The rows of a packed part."""
+        buffers, record = part.buffers, Record(part.format, part.shape[1])
+        assert isinstance(buffers, Packed)
+        layout = buffers.layout
+        codes = buffers.base[: part.shape[0] * record.pitch].reshape(part.shape[0], record.pitch)
+        scales, count = None, record.scales[1]
+        if count:
+            size = layout.scales_shape[0] * layout.scales_shape[1]
+            at, dtype = layout.scales_offset, layout.scales_dtype
+            scales = buffers.base[at : at + size * dtype.itemsize].view(dtype)
+        return cls(record, codes, scales, step=layout.scales_shape[1] if count else 0,
+                   globals=part.global_scale if part.format.storage.global_per_row else None)
+
+    @classmethod
+    def of_group(cls, part: GroupedPart, starts: Array | None, steps: Array | None) -> Lines:
+        """The rows of all members of a group; starts and steps where rows have scales of their own."""
+        record = Record(part.format, part.layout.each)
+        codes = part.base[: part.layout.codes_nbytes].reshape(-1, record.pitch)
+        return cls(record, codes, part.scales if record.scales[1] else None, starts, steps,
+                   globals=part.global_scale if part.format.storage.global_per_row else None)
+
+
+def pack(lines: Lines, index: Array | None = None) -> Array:
+    """uint8 (len(index), record.nbytes): of each record the row that the index names, or zeros if there is no such row.
+
+    index  int64; None: all rows in order, which are codes alone without a copy where a row has nothing else
+    """
+    if index is None and lines.record.nbytes == lines.record.pitch:
+        return lines.codes
+    count = len(lines.codes) if index is None else len(index)
+    messages: Array = namespace(lines.codes).empty((count, lines.record.nbytes), np.uint8)
+    if messages.size:
+        _backend(messages).pack(lines, index, messages)
+    return messages
+
+
+def unpack(messages: Array, lines: Lines, index: Array) -> None:
+    """Each row becomes the record that the index names, or zeros if there is no such record; inverse of pack."""
+    if lines.codes.size or lines.globals is not None:
+        _backend(messages).unpack(messages, lines, index)
+
+
+def weighted_sum(
+    rows: Array, shape: tuple[int, int], index: Array | None = None, weights: Array | None = None
+) -> Array:
+    """Of each token the sum over its choices of weight times row, in float32 and the order of the choices.
+
+    rows     (n, columns) float
+    shape    (tokens, choices)
+    index    int64 (tokens * choices,), which row is a choice's; where there is no such row: zeros. None: in order
+    weights  float32 (tokens, choices); None: 1
+    returns  (tokens, columns) of rows' dtype, rounded once
+    """
+    sum_: Array = _backend(rows).weighted_sum(rows, shape, index, weights)
+    return sum_
+
+
+def _backend(array: Array) -> ModuleType:
+    if isinstance(array, np.ndarray):
+        from . import reference_records
+
+        return reference_records
+    from . import cuda_records
+
+    return cuda_records

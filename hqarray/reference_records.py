@@ -1,0 +1,73 @@
+"""Records of rows, and sums of rows by weight, on NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .codec import Codes, Floats, Values
+from .layout import Array
+from .records import Lines
+
+Index = npt.NDArray[np.int64]
+
+
+def pack(lines: Lines, index: Index | None, messages: Codes) -> None:
+    """See records.pack; into messages."""
+    index = np.arange(len(messages)) if index is None else index
+    there = index < len(lines.codes)
+    rows, record = index[there], lines.record
+    messages[...] = 0
+    messages[there, : record.pitch] = lines.codes[rows]
+    if lines.scales is not None:
+        scales = lines.scales[_places(lines, rows)].view(np.uint8)
+        messages[there, record.pitch : record.pitch + scales.shape[1]] = scales
+    if lines.globals is not None:
+        messages[there, record.global_offset : record.global_offset + 4] = lines.globals[rows, None].view(np.uint8)
+
+
+def unpack(messages: Codes, lines: Lines, index: Index) -> None:
+    """See records.unpack."""
+    found, record = take(messages, index), lines.record
+    lines.codes[...] = found[:, : record.pitch]
+    if lines.scales is not None:
+        rows = np.arange(len(index)) if lines.starts is None else np.flatnonzero(lines.starts >= 0)
+        dtype, count = record.scales
+        scales = found[rows, record.pitch : record.pitch + count * dtype.itemsize]
+        lines.scales[_places(lines, rows)] = np.ascontiguousarray(scales).view(dtype)
+    if lines.globals is not None:
+        numbers = np.ascontiguousarray(found[:, record.global_offset : record.global_offset + 4])
+        lines.globals[...] = numbers.view(np.float32)[:, 0]
+
+
+def _places(lines: Lines, rows: Index) -> Index:
+    """Where the scales of rows lie: (rows, blocks)."""
+    starts: Array = rows if lines.starts is None else lines.starts[rows]
+    steps: Array = np.int64(lines.step) if lines.steps is None else lines.steps[rows, None]
+    places: Index = starts[:, None] + np.arange(lines.record.scales[1]) * steps
+    return places
+
+
+def take(rows: Array, index: Index) -> Array:
+    """Those rows, and zeros where there is no such row."""
+    found = np.zeros((len(index), rows.shape[1]), rows.dtype)
+    there = index < len(rows)
+    found[there] = rows[index[there]]
+    return found
+
+
+def weighted_sum(rows: Values, shape: tuple[int, int], index: Index | None, weights: Floats | None) -> Values:
+    """See records.weighted_sum."""
+    tokens, choices = shape
+    index = np.arange(tokens * choices) if index is None else index
+    total = np.zeros((tokens, rows.shape[1]), np.float32)
+    for choice in range(choices):
+        row = take(rows, index[choice::choices]).astype(np.float32)
+        if weights is not None:
+            row *= weights[:, choice, None]
+        total = row if choice == 0 else total + row
+    sums: Values = total.astype(rows.dtype)
+    return sums
+
+
+__all__ = ["pack", "take", "unpack", "weighted_sum"]

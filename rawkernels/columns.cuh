@@ -1,0 +1,52 @@
+// Four columns of a row of values in any of the dtypes of products, where they lie on four of them or not.
+#pragma once
+#include "encode.cuh"
+
+namespace hq {
+
+constexpr int COLUMNS = 4;
+
+template <class T>
+HQ_FN float load(const char* source, int i) {
+    const auto bits = reinterpret_cast<const typename T::type*>(source)[i];
+    if constexpr (T::size == 4) return float_of(bits);
+    else return T::low(bits);
+}
+
+template <class T>
+HQ_FN void load_columns(const char* source, float (&value)[COLUMNS], int count) {
+    if (count >= COLUMNS && reinterpret_cast<u64>(source) % (COLUMNS * T::size) == 0) {
+        if constexpr (T::size == 4) {
+            const uint4 words = *reinterpret_cast<const uint4*>(source);
+            value[0] = float_of(words.x); value[1] = float_of(words.y); value[2] = float_of(words.z); value[3] = float_of(words.w);
+        } else {
+            const uint2 pairs = *reinterpret_cast<const uint2*>(source);
+            value[0] = T::low(pairs.x); value[1] = T::high(pairs.x); value[2] = T::low(pairs.y); value[3] = T::high(pairs.y);
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) value[c] = c < count ? load<T>(source, c) : 0.0f;
+    }
+}
+
+template <class T>
+HQ_FN void store(char* target, const float (&value)[COLUMNS], int count) {
+    u32 words[COLUMNS * T::size / 4];
+#pragma unroll
+    for (int pair = 0; pair < COLUMNS / 2; ++pair) {
+        if constexpr (T::size == 4) {
+            words[2 * pair] = bits_of(value[2 * pair]);
+            words[2 * pair + 1] = bits_of(value[2 * pair + 1]);
+        } else words[pair] = narrow_pair<T>(value[2 * pair], value[2 * pair + 1]);
+    }
+    if (count >= COLUMNS && reinterpret_cast<u64>(target) % (COLUMNS * T::size) == 0) {
+        if constexpr (T::size == 4) *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+        else *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    } else {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (c < count) reinterpret_cast<typename T::type*>(target)[c] = typename T::type(words[c * T::size / 4] >> (c * T::size * 8 % 32));
+    }
+}
+
+}  // namespace hq
