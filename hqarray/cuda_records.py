@@ -45,6 +45,18 @@ def _launch(packs: bool, lines: Lines, messages: Array, index: Array | None, row
     )
 
 
+def take(rows: Array, index: Array, out: Array) -> bool:
+    """Those rows of bytes, zeros where there is no such row, to out; False where they do not lie on 16 bytes."""
+    width, device = rows.shape[1], rows.data.device_id
+    if (width | rows.data.ptr | out.data.ptr) % 16 or not rows.flags.c_contiguous:
+        return False
+    _records_kernel(True, 1, len(out), width, device).launch(
+        stream_of(device), _RECORDS, rows.data.ptr, width // 16, len(rows), 0, 0, 0, 0, 0, 0, out.data.ptr, width // 16,
+        len(out), index.data.ptr,
+    )
+    return True
+
+
 def _pointer(array: Array | None) -> int:
     return 0 if array is None else array.data.ptr
 
@@ -74,4 +86,4 @@ def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weigh
     return sums
 
 
-__all__ = ["pack", "unpack", "weighted_sum"]
+__all__ = ["pack", "take", "unpack", "weighted_sum"]

@@ -170,32 +170,29 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
 
 # --- rows ---------------------------------------------------------------------------------------
 
-WIDE = tuple(np.dtype(name) for name in ("complex128", "int64", "int32", "int16"))
+WIDE = tuple(np.dtype(name) for name in ("int64", "int32", "int16"))
 
 
-def _wide(rows: Array) -> Array:
-    """Rows of bytes in elements as wide as they can be: a GPU moves 16 bytes at once as fast as one."""
-    at = 0 if isinstance(rows, np.ndarray) else rows.data.ptr
-    for dtype in WIDE:
-        if (rows.shape[1] | at) % dtype.itemsize == 0:
-            return rows.view(dtype)
-    return rows
-
-
-def take_rows(rows: Array, index: Array, out: Array | None = None) -> Array:
-    """Those rows of bytes (n, width), in one piece each; out: (len(index), width) to write them to."""
+def take_rows(rows: Array, index: Array) -> Array:
+    """Those rows of bytes (n, width), in one piece each; of no rows zeros."""
     module = namespace(rows)
-    if out is None:
-        out = module.empty((len(index), rows.shape[1]), rows.dtype)
-    if out.size:
-        if len(rows):
-            source, target = _wide(rows), _wide(out)
-            if source.dtype == target.dtype:
-                module.take(source, index, axis=0, out=target)
-            else:
-                module.take(rows, index, axis=0, out=out)
-        else:
-            out[...] = 0  # with a capacity something is sent, wanted or not
+    out: Array = module.empty((len(index), rows.shape[1]), rows.dtype)
+    if not out.size:
+        return out
+    if not len(rows):
+        out[...] = 0  # with a capacity something is sent, wanted or not
+        return out
+    if isinstance(rows, np.ndarray):
+        return np.take(rows, index, axis=0, out=out)
+    from hqarray import cuda_records
+
+    if cuda_records.take(rows, index, out):
+        return out
+    for dtype in WIDE:  # a GPU moves so many bytes at once as fast as one
+        if (rows.shape[1] | rows.data.ptr) % dtype.itemsize == 0:
+            rows = rows.view(dtype)
+            break
+    module.take(rows, index, axis=0, out=out.view(rows.dtype))
     return out
 
 

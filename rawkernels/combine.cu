@@ -23,22 +23,26 @@ extern "C" __global__ void __launch_bounds__(256) hq_combine(const __grid_consta
     const i64 column = (i64(blockIdx.x) * THREADS + threadIdx.x) * COLUMNS;
     if (column >= a.columns) return;
     const int count = a.columns - column < COLUMNS ? int(a.columns - column) : COLUMNS;
+    const i64 first = row_tile() * ROWS;
+    float sum[ROWS][COLUMNS] = {};
+    for (i64 choice = 0; choice < a.choices; ++choice) {
+        float value[ROWS][COLUMNS] = {}, weight[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const i64 token = row_tile() * ROWS + r;
-        if (token >= a.tokens) return;
-        float sum[COLUMNS] = {};
-#pragma unroll 4
-        for (i64 choice = 0; choice < a.choices; ++choice) {
-            const i64 slot = token * a.choices + choice, row = a.index ? a.index[slot] : slot;
-            float value[COLUMNS] = {};
-            if (row < a.rows) load_columns<Value>(a.values + row * a.row_bytes + column * Value::size, value, count);
+        for (int r = 0; r < ROWS; ++r) {  // all rows' loads before the first sum
+            if (first + r >= a.tokens) continue;
+            const i64 slot = (first + r) * a.choices + choice, row = a.index ? a.index[slot] : slot;
+            weight[r] = a.weights ? a.weights[slot] : 1.0f;
+            if (row < a.rows) load_columns<Value>(a.values + row * a.row_bytes + column * Value::size, value[r], count);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
-                if (a.weights) value[c] *= a.weights[slot];
-                sum[c] = choice ? sum[c] + value[c] : value[c];
+                const float term = value[r][c] * weight[r];
+                sum[r][c] = choice ? sum[r][c] + term : term;
             }
-        }
-        store<Value>(a.out + token * a.out_row_bytes + column * Value::size, sum, count);
     }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (first + r < a.tokens) store<Value>(a.out + (first + r) * a.out_row_bytes + column * Value::size, sum[r], count);
 }

@@ -124,7 +124,7 @@ FINISH_TILE = Tile(8, 1024)
 RECORDS_TILE = Tile(32, 4096)
 """Rows and bytes of codes that a block packs or unpacks."""
 
-COMBINE_TILE = Tile(2, 1024)
+COMBINE_TILE = Tile(4, 1024)
 """What a block of the combining kernel writes: 4 columns a thread."""
 
 GROUP_FINISH_TILE = Tile(32, 1024)
