@@ -12,6 +12,7 @@ from .torch_arrays import TorchPair, TorchPart, from_torch, on_torch, to_torch
 from .torch_groups import TorchGroup
 from .torch_linear import grouped_linear, linear
 from .torch_modules import GroupedLinear, Linear
+from .torch_parallel import experts_linear, parallel_linear
 from .torch_scaled_grouped_mm import scaled_grouped_mm_arguments
 from .torch_scaled_mm import scaled_mm_arguments
 
@@ -21,11 +22,13 @@ __all__ = [
     "TorchGroup",
     "TorchPair",
     "TorchPart",
+    "experts_linear",
     "from_torch",
     "from_torchao",
     "grouped_linear",
     "linear",
     "on_torch",
+    "parallel_linear",
     "scaled_grouped_mm_arguments",
     "scaled_mm_arguments",
     "to_torch",

@@ -118,6 +118,13 @@ def on_torch(device: Any) -> AbstractContextManager[None]:
     return _cuda().OnTorch(index)  # type: ignore[no-any-return]
 
 
+def after_cupy(device: Any) -> None:
+    """Make torch's current stream wait for what CuPy's was given before."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        _cuda().order(torch.cuda.current_device() if device.index is None else device.index, torch_first=False)
+
+
 # --- parts in one tensor ------------------------------------------------------------------------
 
 

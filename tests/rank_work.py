@@ -133,6 +133,28 @@ def linear_layer(ranks, spread, recipe, dtype):
     return host(y), host(dx), host(dw), base(saved.linear.x.columnwise), saved.nbytes
 
 
+def torch_linear_layer(ranks, spread, recipe, dtype):
+    """The same three through autograd, and what a frozen weight and another gradient of the output change."""
+    from hqarray.interop.torch import parallel_linear
+    from hqarray.interop.torch_arrays import as_array, as_tensor
+
+    x, w, dy = (value.astype(dtype) for value in operands(spread.sizes))
+    x, w, dy = (as_tensor(here(ranks, np.ascontiguousarray(value[sharding.slices(ranks.rank)])))
+                for value, sharding in ((x, spread.x), (w, spread.w), (dy, spread.y)))
+    y = parallel_linear(x.requires_grad_(), w.requires_grad_(), recipe, spread, ranks, seed=SEED)
+    y.backward(dy)
+    frozen = parallel_linear(x, w.detach(), recipe, spread, ranks, seed=SEED)
+    again, = torch_grad(frozen, [x], dy)
+    assert y.requires_grad and (again == x.grad).all()
+    return [host(as_array(value)) for value in (y, x.grad, w.grad)]
+
+
+def torch_grad(y, inputs, dy):
+    import torch
+
+    return torch.autograd.grad(y, inputs, dy)
+
+
 # --- experts ------------------------------------------------------------------------------------
 
 EXPERTS, TOP, TOKENS, N, K = 8, 2, 37, 48, 96
@@ -190,6 +212,21 @@ def expert_layer(ranks, recipe, capacity, weighted=True):
     y, saved = experts_forward(here(ranks, x), w, route, recipe, ranks, weights=weights, seed=SEED)
     gradients = experts_backward(here(ranks, dy), saved, ranks)
     return [None if value is None else host(value) for value in (y, *gradients)]
+
+
+def torch_expert_layer(ranks, recipe, capacity, weighted=True):
+    """The same through autograd."""
+    from hqarray.interop.torch import experts_linear
+    from hqarray.interop.torch_arrays import as_array, as_tensor
+
+    x, choices, weights, dy = tokens_of(ranks.rank)
+    x, choices, weights, dy, w = (as_tensor(here(ranks, value)) for value in (
+        x, choices, weights, dy, mine(ranks, expert_weights())))
+    route = make_route(choices, EXPERTS, ranks, capacity=capacity)
+    leaves = [x.requires_grad_(), w.requires_grad_(), *([weights.requires_grad_()] if weighted else [])]
+    y = experts_linear(x, w, route, recipe, ranks, weights=weights if weighted else None, seed=SEED)
+    y.backward(dy)
+    return [host(as_array(value)) for value in (y, *(leaf.grad for leaf in leaves))]
 
 
 def unlike_tokens(ranks):

@@ -1,0 +1,91 @@
+"""Layers over ranks in autograd: the same bits as the calls they are made of."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import rank_work
+import torch
+from rank_pool import Failed
+from test_distributed import pool  # noqa: F401  a fixture
+from test_experts import ROOM
+from test_parallel import SIZES
+
+from hqarray.interop.distributed import Alone
+from hqarray.interop.experts import make_route
+from hqarray.interop.parallel import Spread
+from hqarray.interop.torch import experts_linear, parallel_linear
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "fp8_current"])
+def test_pieces_and_gradients_are_those_of_the_calls(recipe, kind, pool):  # noqa: F811
+    spread = Spread.even(kind, SIZES, pool.size, recipe)
+    for found, wanted in zip(pool.run(rank_work.torch_linear_layer, spread, recipe, np.float32),
+                             pool.run(rank_work.linear_layer, spread, recipe, np.float32), strict=True):
+        for actual, expected in zip(found, wanted, strict=False):
+            assert actual.dtype == np.float32
+            np.testing.assert_array_equal(actual, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
+def test_experts_and_gradients_are_those_of_the_calls(recipe, capacity, weighted, pool):  # noqa: F811
+    try:
+        every = pool.run(rank_work.torch_expert_layer, recipe, capacity, weighted)
+    except Failed as error:
+        if "Unavailable: cuBLASLt" in str(error):
+            pytest.skip(str(error).splitlines()[0])
+        raise
+    for found, wanted in zip(every, pool.run(rank_work.expert_layer, recipe, capacity, weighted), strict=True):
+        for actual, expected in zip(found, wanted, strict=False):
+            np.testing.assert_array_equal(actual, expected.astype(np.float32))
+
+
+def alone(recipe="mxfp8", kind="columns"):
+    x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((64, 96), (32, 96)))
+    return x.requires_grad_(), w.requires_grad_(), Spread.even(kind, (64, 32, 96), 1, recipe)
+
+
+def test_what_is_saved_passes_hooks_and_checkpointing_makes_it_again():
+    x, w, spread = alone()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.dtype) or t.clone(), lambda t: t.clone()):
+        y = parallel_linear(x, w, "mxfp8", spread, Alone())
+    assert seen == [torch.uint8] * 2
+    first = torch.autograd.grad(y.square().sum(), (x, w))
+    y = torch.utils.checkpoint.checkpoint(parallel_linear, x, w, "mxfp8", spread, Alone(), use_reentrant=False)
+    for a, b in zip(first, torch.autograd.grad(y.square().sum(), (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_and_dtypes_of_gradients():
+    x, w, spread = alone()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = parallel_linear(x, w, "mxfp8", spread, Alone())
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+    y = parallel_linear(x.double().detach().requires_grad_(), w.half(), "mxfp8", spread, Alone())
+    assert y.dtype == torch.float32
+
+
+def test_what_is_refused():
+    x, w, spread = alone()
+    y = parallel_linear(x, w, "mxfp8", spread, Alone())
+    gradient, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+        gradient.sum().backward()
+    with pytest.raises(TypeError, match=r"x is ndarray, not a torch.Tensor"):
+        parallel_linear(np.ones((64, 96)), w, "mxfp8", spread, Alone())
+    with pytest.raises(ValueError, match=r"the piece on rank 0 of 1 .*\(63, 96\)"):
+        parallel_linear(x[1:], w, "mxfp8", spread, Alone())
+    route = make_route(torch.zeros(64, 2, dtype=torch.int64), 1, Alone())
+    with pytest.raises(TypeError, match=r"weights are a torch.Tensor on cpu as x is, not list"):
+        experts_linear(x, w[None], route, "mxfp8", Alone(), weights=[1.0])
+    with pytest.raises(ValueError, match=r"weights are \(64, 2\)"):
+        experts_linear(x, w[None], route, "mxfp8", Alone(), weights=torch.ones(64, 3))
+    with pytest.raises(ValueError, match="seed"):
+        experts_linear(x, w[None], route, "nvfp4", Alone())[0].sum().backward()
