@@ -25,12 +25,12 @@ def _records_kernel(packs: bool, scale_bytes: int, count: int, pitch: int, devic
 
 
 def pack(lines: Lines, index: Array | None, messages: Array) -> None:
-    """See records.pack; into messages."""
+    """See record_ops.pack; into messages."""
     _launch(True, lines, messages, index, len(lines.codes), len(messages))
 
 
 def unpack(messages: Array, lines: Lines, index: Array) -> None:
-    """See records.unpack."""
+    """See record_ops.unpack."""
     _launch(False, lines, messages, index, len(messages), len(index))
 
 
@@ -68,7 +68,7 @@ def _combine_kernel(dtype: str, tokens: int, columns: int, device: int) -> Kerne
 
 
 def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weights: Array | None) -> Array:
-    """See records.weighted_sum."""
+    """See record_ops.weighted_sum."""
     if rows.dtype.itemsize == 8:  # float64: sums are float32 whatever is added
         return weighted_sum(rows.astype(np.float32), shape, index, weights).astype(rows.dtype)
     (tokens, choices), columns, device = shape, rows.shape[1], rows.data.device_id

@@ -13,7 +13,7 @@ Index = npt.NDArray[np.int64]
 
 
 def pack(lines: Lines, index: Index | None, messages: Codes) -> None:
-    """See records.pack; into messages."""
+    """See record_ops.pack; into messages."""
     index = np.arange(len(messages)) if index is None else index
     there = index < len(lines.codes)
     rows, record = index[there], lines.record
@@ -27,7 +27,7 @@ def pack(lines: Lines, index: Index | None, messages: Codes) -> None:
 
 
 def unpack(messages: Codes, lines: Lines, index: Index) -> None:
-    """See records.unpack."""
+    """See record_ops.unpack."""
     found, record = take(messages, index), lines.record
     lines.codes[...] = found[:, : record.pitch]
     if lines.scales is not None:
@@ -57,7 +57,7 @@ def take(rows: Array, index: Index) -> Array:
 
 
 def weighted_sum(rows: Values, shape: tuple[int, int], index: Index | None, weights: Floats | None) -> Values:
-    """See records.weighted_sum."""
+    """See record_ops.weighted_sum."""
     tokens, choices = shape
     index = np.arange(tokens * choices) if index is None else index
     total = np.zeros((tokens, rows.shape[1]), np.float32)

@@ -22,7 +22,8 @@ from hqarray.inputs import as_array
 from hqarray.layout import Array
 from hqarray.linear import seed_of
 from hqarray.recipes import Recipe, Role, as_recipe
-from hqarray.records import can_travel, weighted_sum
+from hqarray.record_ops import weighted_sum
+from hqarray.records import can_travel
 
 from .distributed import Ranks, as_ranks
 from .experts import Route, as_weights, combine, dispatch, returned

@@ -25,7 +25,8 @@ from hqarray.grouped_parts import GroupedPart, layout_of, memory_of, on_device
 from hqarray.groups import Sizes
 from hqarray.inputs import as_array, as_ours, place
 from hqarray.layout import PITCH, Array, namespace
-from hqarray.records import Lines, Record, pack, unpack, weighted_sum
+from hqarray.record_ops import pack, unpack, weighted_sum
+from hqarray.records import Lines, Record
 
 from .distributed import Ranks, as_ranks
 from .pieces import bytes_of, take_rows

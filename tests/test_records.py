@@ -13,7 +13,8 @@ from hqarray import records, reference_records, testing
 from hqarray.arrays import zeros_part
 from hqarray.formats import BFLOAT16
 from hqarray.groups import span_starts
-from hqarray.records import Lines, Record, pack, unpack, weighted_sum
+from hqarray.record_ops import pack, unpack, weighted_sum
+from hqarray.records import Lines, Record
 
 FORMATS = ["bf16", "fp8_e4m3", "fp8_block_1x128", "fp8_row_e4m3", "mxfp8", "mxfp4", "mxfp6_e2m3", "nvfp4_row"]
 SHAPES = [(1, 32), (70, 96), (33, 4500), (5, 33), (0, 64)]

@@ -1,0 +1,63 @@
+"""Rows of parts to records and back, and sums of rows by weight, where the arrays are.
+
+    messages = pack(lines, index)          # uint8 (len(index), record.nbytes): record i is row index[i]
+    unpack(messages, lines, index)         # row i becomes record index[i]
+
+Nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+
+from . import reference_records
+from .layout import Array, namespace
+from .records import Lines
+
+
+def pack(lines: Lines, index: Array | None = None) -> Array:
+    """uint8 (len(index), record.nbytes): of each record the row that the index names, or zeros if there is no such row.
+
+    index  int64; None: all rows in order, which are codes alone without a copy where a row has nothing else
+    """
+    if index is None and lines.record.nbytes == lines.record.pitch:
+        return lines.codes
+    count = len(lines.codes) if index is None else len(index)
+    messages: Array = namespace(lines.codes).empty((count, lines.record.nbytes), np.uint8)
+    if messages.size:
+        _backend(messages).pack(lines, index, messages)
+    return messages
+
+
+def unpack(messages: Array, lines: Lines, index: Array) -> None:
+    """Each row becomes the record that the index names, or zeros if there is no such record; inverse of pack."""
+    if lines.codes.size or lines.globals is not None:
+        _backend(messages).unpack(messages, lines, index)
+
+
+def weighted_sum(
+    rows: Array, shape: tuple[int, int], index: Array | None = None, weights: Array | None = None
+) -> Array:
+    """Of each token the sum over its choices of weight times row, in float32 and the order of the choices.
+
+    rows     (n, columns) float
+    shape    (tokens, choices)
+    index    int64 (tokens * choices,), which row is a choice's; where there is no such row: zeros. None: in order
+    weights  float32 (tokens, choices); None: 1
+    returns  (tokens, columns) of rows' dtype, rounded once
+    """
+    sum_: Array = _backend(rows).weighted_sum(rows, shape, index, weights)
+    return sum_
+
+
+def _backend(array: Array) -> ModuleType:
+    if isinstance(array, np.ndarray):
+        return reference_records
+    from . import cuda_records
+
+    return cuda_records
+
+
+__all__ = ["pack", "unpack", "weighted_sum"]
