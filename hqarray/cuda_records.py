@@ -16,6 +16,7 @@ from .records import Lines
 # Structs of the kernels: every field takes eight bytes.
 _RECORDS = struct.Struct("=13q")
 _COMBINE = struct.Struct("=10q")
+_DOT = struct.Struct("=8q")
 
 
 @lru_cache(maxsize=4096)
@@ -75,8 +76,7 @@ def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weigh
     sums = cupy.ndarray((tokens, columns), rows.dtype)
     if not sums.size:
         return sums
-    if rows.strides[1] != rows.itemsize:
-        rows = cupy.ascontiguousarray(rows)
+    rows = _in_rows(rows)
     if weights is not None:
         weights = cupy.ascontiguousarray(weights)
     _combine_kernel(rows.dtype.name, tokens, columns, device).launch(
@@ -86,4 +86,27 @@ def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weigh
     return sums
 
 
-__all__ = ["pack", "take", "unpack", "weighted_sum"]
+@lru_cache(maxsize=4096)
+def _dot_kernel(dtype: str, other: str, slots: int, device: int) -> Kernel:
+    launch = traits.dot_launch(dtype, other)
+    return kernel_of(launch, geometry.grid(launch.tile, slots, 1), device)
+
+
+def dots(rows: Array, other: Array, choices: int) -> Array:
+    """See record_ops.dots."""
+    rows, other = (_in_rows(array.astype(np.float32) if array.itemsize == 8 else array) for array in (rows, other))
+    products = cupy.ndarray((len(other), choices), np.float32)
+    if products.size:
+        _dot_kernel(rows.dtype.name, other.dtype.name, products.size, rows.data.device_id).launch(
+            stream_of(rows.data.device_id), _DOT, rows.data.ptr, rows.strides[0], other.data.ptr, other.strides[0],
+            products.data.ptr, products.size, choices, rows.shape[1],
+        )
+    return products
+
+
+def _in_rows(array: Array) -> Array:
+    """The matrix, or a copy whose rows are in one piece."""
+    return array if array.strides[1] == array.itemsize else cupy.ascontiguousarray(array)
+
+
+__all__ = ["dots", "pack", "take", "unpack", "weighted_sum"]

@@ -52,6 +52,17 @@ def weighted_sum(
     return sum_
 
 
+def dots(rows: Array, other: Array, choices: int) -> Array:
+    """Of each choice of a token the product of its row and the token's: the gradient of the weights of weighted_sum.
+
+    rows     (tokens * choices, columns) float
+    other    (tokens, columns) float
+    returns  float32 (tokens, choices): float32 products, summed in an order that differs between CPU and GPU
+    """
+    products: Array = _backend(rows).dots(rows, other, choices)
+    return products
+
+
 def _backend(array: Array) -> ModuleType:
     if isinstance(array, np.ndarray):
         return reference_records
@@ -60,4 +71,4 @@ def _backend(array: Array) -> ModuleType:
     return cuda_records
 
 
-__all__ = ["pack", "unpack", "weighted_sum"]
+__all__ = ["dots", "pack", "unpack", "weighted_sum"]

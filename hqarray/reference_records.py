@@ -70,4 +70,14 @@ def weighted_sum(rows: Values, shape: tuple[int, int], index: Index | None, weig
     return sums
 
 
-__all__ = ["pack", "take", "unpack", "weighted_sum"]
+def dots(rows: Values, other: Values, choices: int) -> Floats:
+    """See record_ops.dots."""
+    tokens = len(other)
+    products = np.empty((tokens, choices), np.float32)
+    for choice in range(choices):
+        product = rows[choice::choices].astype(np.float32) * other.astype(np.float32)
+        products[:, choice] = product.sum(axis=1)
+    return products
+
+
+__all__ = ["dots", "pack", "take", "unpack", "weighted_sum"]

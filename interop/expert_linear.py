@@ -22,7 +22,7 @@ from hqarray.inputs import as_array
 from hqarray.layout import Array
 from hqarray.linear import seed_of
 from hqarray.recipes import Recipe, Role, as_recipe
-from hqarray.record_ops import weighted_sum
+from hqarray.record_ops import dots, weighted_sum
 from hqarray.records import can_travel
 
 from .distributed import Ranks, as_ranks
@@ -91,7 +91,7 @@ def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array, A
     if saved.slots is None:
         return dx, dw, None
     with on_device(dy.device):
-        return dx, dw, (saved.slots.astype(np.float32) * dy.astype(np.float32)[:, None]).sum(axis=2)
+        return dx, dw, dots(saved.slots.reshape(-1, dy.shape[1]), dy, route.top)
 
 
 def _arrived(

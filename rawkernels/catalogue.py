@@ -81,6 +81,7 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
             yield Specialisation(f"{what} records, scales of {scale_bytes} bytes", source, True)
     for dtype in DTYPES:
         yield Specialisation(f"combine {dtype}", traits.combine_launch(dtype).source, True)
+        yield Specialisation(f"dot {dtype}", traits.dot_launch(dtype, dtype).source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)

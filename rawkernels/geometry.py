@@ -127,6 +127,9 @@ RECORDS_TILE = Tile(32, 4096)
 COMBINE_TILE = Tile(4, 1024)
 """What a block of the combining kernel writes: 4 columns a thread."""
 
+DOT_TILE = Tile(1, 1)
+"""A block multiplies one row by another; its grid has no columns."""
+
 GROUP_FINISH_TILE = Tile(32, 1024)
 """The same for many products: a block that looks for its member does more."""
 

@@ -265,6 +265,13 @@ def combine_launch(dtype: str) -> Launch:
     return Launch(Source("combine.cu", "hq_combine", text), tile, 0)
 
 
+def dot_launch(dtype: str, other: str) -> Launch:
+    """The kernel that multiplies rows by those of another matrix."""
+    tile = geometry.DOT_TILE
+    text = _TILE_CONSTANTS + f"typedef {wide(dtype)} Value;\ntypedef {wide(other)} Other;\n"
+    return Launch(Source("dot.cu", "hq_dot", text), tile, 0)
+
+
 def transpose_launch(storage: Storage) -> Launch:
     """The kernel that moves the codes of a transposable format's part."""
     tile = geometry.SQUARE

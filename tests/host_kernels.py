@@ -40,7 +40,8 @@ REPLACED = (
 
 ARGUMENTS = {"hq_dequantize": "DequantizeArguments", "hq_decode": "DecodeArguments",
              "hq_transpose": "TransposeArguments", "hq_quantize": "Arguments",
-             "hq_members": "MembersArguments", "hq_records": "RecordsArguments", "hq_combine": "CombineArguments"}
+             "hq_members": "MembersArguments", "hq_records": "RecordsArguments", "hq_combine": "CombineArguments",
+             "hq_dot": "DotArguments"}
 
 
 class Compiler:

@@ -13,7 +13,7 @@ from hqarray import records, reference_records, testing
 from hqarray.arrays import zeros_part
 from hqarray.formats import BFLOAT16
 from hqarray.groups import span_starts
-from hqarray.record_ops import pack, unpack, weighted_sum
+from hqarray.record_ops import dots, pack, unpack, weighted_sum
 from hqarray.records import Lines, Record
 
 FORMATS = ["bf16", "fp8_e4m3", "fp8_block_1x128", "fp8_row_e4m3", "mxfp8", "mxfp4", "mxfp6_e2m3", "nvfp4_row"]
@@ -44,7 +44,7 @@ def aligned(array):
 class Numpy:
     """The reference."""
 
-    pack, unpack, weighted_sum = map(staticmethod, (pack, unpack, weighted_sum))
+    pack, unpack, weighted_sum, dots = map(staticmethod, (pack, unpack, weighted_sum, dots))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ class Fibers:
             monkeypatch.setattr(cuda_records, name, stand_in)
         cuda_records._records_kernel.cache_clear()
         cuda_records._combine_kernel.cache_clear()
+        cuda_records._dot_kernel.cache_clear()
 
     @staticmethod
     def place(value):
@@ -85,7 +86,10 @@ class Fibers:
     def weighted_sum(self, rows, shape, index=None, weights=None):
         sums = self.module.weighted_sum(Placed(rows), shape, self.place(index),
                                         None if weights is None else Placed(np.ascontiguousarray(weights)))
-        return sums.values if isinstance(sums, host_kernels.Array) else sums
+        return sums.values
+
+    def dots(self, rows, other, choices):
+        return self.module.dots(Placed(rows), Placed(other), choices).values
 
 
 class Gpu:
@@ -112,6 +116,9 @@ class Gpu:
 
     def weighted_sum(self, rows, shape, index=None, weights=None):
         return weighted_sum(self.place(rows), shape, self.place(index), self.place(weights)).get()
+
+    def dots(self, rows, other, choices):
+        return dots(self.place(rows), self.place(other), choices).get()
 
 
 ENGINES = ["numpy", pytest.param("g++", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")),
@@ -253,3 +260,20 @@ def test_sums_are_those_of_float32_in_the_order_of_the_choices(choices, columns,
         np.testing.assert_array_equal(found.view(np.uint8), expected.astype(dtype).view(np.uint8))
     if choices == 1:
         np.testing.assert_array_equal(engine.weighted_sum(rows, (11, 1)).view(np.uint8), rows.view(np.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(BFLOAT16, BFLOAT16), (np.float16, np.float32), (np.float32, BFLOAT16)])
+@pytest.mark.parametrize("columns", [1, 6, 1030, 5000])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_dots_are_within_the_bound_of_float32_sums(choices, columns, dtype, other, engine):
+    rows = aligned(testing.matrix("gauss", (5 * choices, columns), np.float32, seed=8).astype(dtype))
+    tokens = aligned(testing.matrix("gauss", (5, columns), np.float32, seed=9).astype(other))
+    terms = rows.astype(np.float64).reshape(5, choices, columns) * tokens.astype(np.float64)[:, None]
+    found = engine.dots(rows, tokens, choices)
+    assert found.dtype == np.float32 and found.shape == (5, choices)
+    assert (np.abs(found - terms.sum(axis=2)) <= (columns + 2) * 2.0**-24 * np.abs(terms).sum(axis=2)).all()
+
+
+def test_of_no_tokens_there_are_no_dots(engine):
+    empty = np.zeros((0, 8), np.float32)
+    assert engine.dots(empty, empty, 2).shape == (0, 2)

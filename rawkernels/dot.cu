@@ -1,0 +1,45 @@
+// Dot: grid (1, slots, slots again), a block of 256 threads for each slot. OUT[t, j] = VALUES[t, j] . OTHER[t], products and
+// sums in float32, 4 columns a thread at a time and then over the block: always in the same order.
+//
+// Generated before this text: Value and Other (types).
+#include "columns.cuh"
+#include "group.cuh"
+
+namespace hq {
+
+struct DotArguments {
+    const char* values;
+    i64 row_bytes;
+    const char* other;
+    i64 other_row_bytes;
+    float* out;
+    i64 slots, choices, columns;
+};
+
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(256) hq_dot(const __grid_constant__ hq::DotArguments a) {
+    using namespace hq;
+    __shared__ float sums[THREADS / 32];
+    const i64 slot = row_tile();
+    if (slot >= a.slots) return;
+    const char* values = a.values + slot * a.row_bytes;
+    const char* other = a.other + slot / a.choices * a.other_row_bytes;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (i64 column = threadIdx.x * COLUMNS; column < a.columns; column += THREADS * COLUMNS) {
+        const int count = a.columns - column < COLUMNS ? int(a.columns - column) : COLUMNS;
+        float left[COLUMNS], right[COLUMNS];
+        load_columns<Value>(values + column * Value::size, left, count);
+        load_columns<Other>(other + column * Other::size, right, count);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) sum += left[c] * right[c];
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int warp = 1; warp < THREADS / 32; ++warp) sum += sums[warp];
+    a.out[slot] = sum;
+}
