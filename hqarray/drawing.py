@@ -36,7 +36,8 @@ def own_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError('plots need matplotlib: pip install "hqarray[explore]"') from error
-    return pyplot.subplots(figsize=size, layout="constrained")[1]
+    axes: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
+    return axes
 
 
 def expect_linear(ax: Axes | None, name: str) -> None:
