@@ -3,12 +3,15 @@
     y, saved = experts_forward(x, w, route, "mxfp8", ranks, weights=weights)     # w: this rank's experts
     dx, dw, dweights = experts_backward(dy, saved, ranks)
 
+Layers one after another send their tokens once: the first with combines=False gives the experts' rows, the last with
+dispatches=False takes such rows, and what is between them is done row by row.
+
 With Alone() it is the reference on one rank: operands are the same bytes on any number of ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,7 @@ class SavedExperts:
     """What the backward pass reads: columnwise parts of the tokens that arrived and of the weights.
 
     slots  what came back for each choice, (tokens, top, n), for the gradient of weights; None without weights
+    sent   whether the layer dispatched, and whether it combined
     """
 
     x: GroupedArray
@@ -43,23 +47,29 @@ class SavedExperts:
     weights: Any
     slots: Array | None
     seed: Any = None
+    sent: tuple[bool, bool] = (True, True)
 
 
 def experts_forward(
-    x: Any, w: Any, route: Route, recipe: Recipe | Format | str, ranks: Any, *, weights: Any = None, seed: Any = None
+    x: Any, w: Any, route: Route, recipe: Recipe | Format | str, ranks: Any, *, weights: Any = None, seed: Any = None,
+    dispatches: bool = True, combines: bool = True,
 ) -> tuple[Array, SavedExperts]:
     """What the experts make of each token, weighted and summed; all ranks call it.
 
-    x        (tokens, k) float array, this rank's
-    w        (local, n, k) float array: the weights of this rank's experts
-    route    of this rank's tokens: make_route
-    recipe   of x, w and dy. Tokens travel in the rowwise format where it is one of single rows (can_travel), and
-             columns are quantized from what arrived; else they travel unquantized.
-    weights  float32 (tokens, top); None: 1
-    seed     as in linear_forward, the same on all ranks
-    returns  y (tokens, n), and what experts_backward takes
+    x           (tokens, k) float array, this rank's
+    w           (local, n, k) float array: the weights of this rank's experts
+    route       of this rank's tokens: make_route
+    recipe      of x, w and dy. Tokens travel in the rowwise format where it is one of single rows (can_travel), and
+                columns are quantized from what arrived; else they travel unquantized.
+    weights     float32 (tokens, top); None: 1
+    seed        as in linear_forward, the same on all ranks
+    dispatches  False: x are rows of this rank's experts already, (route.arriving, k), and nothing is sent first
+    combines    False: y are the rows of this rank's experts, (route.arriving, n), without weights, and nothing is sent
+                back
+    returns     y (tokens, n), and what experts_backward takes
 
-    Raises ValueError for delayed scaling: which tokens an expert has differs from step to step.
+    Rows of no expert, which a capacity leaves behind the others, are neither read nor of any meaning. Raises ValueError
+    for delayed scaling: which tokens an expert has differs from step to step.
     """
     ranks, recipe, w = as_ranks(ranks), as_recipe(recipe), as_array(w, "w")
     if recipe.delayed is not None:
@@ -67,27 +77,38 @@ def experts_forward(
                          f"recipe without delayed=")
     if w.ndim != 3 or len(w) != route.num_local:
         raise ValueError(f"w on {ranks} is (local, n, k) of its {route.num_local} experts, not {w.shape}")
-    gx = _arrived(x, route, recipe, "input", ranks, seed)
+    if weights is not None and not combines:
+        raise ValueError(f"weights on {ranks} are those of the sum over a token's choices; give them to the layer that "
+                         f"combines")
+    take = _arrived if dispatches else _here
+    gx = take(x, route, recipe, "input", ranks, seed)
     gw = _quantized(w, None, recipe, "weight", seed)
-    slots = returned(ops.matmul(gx, gw.T), route, ranks)
+    rows = ops.matmul(gx, gw.T)
+    saved = SavedExperts(
+        gx.drop(rowwise=True), gw.drop(rowwise=True), route, recipe, weights, None, seed, (dispatches, combines)
+    )
+    if not combines:
+        return rows, saved
+    slots = returned(rows, route, ranks)
     with on_device(slots.device):
         chosen = None if weights is None else as_weights(weights, route)
         y = weighted_sum(slots.reshape(-1, slots.shape[2]), (route.tokens, route.top), None, chosen)
-    kept = slots if weights is not None else None
-    return y, SavedExperts(gx.drop(rowwise=True), gw.drop(rowwise=True), route, recipe, weights, kept, seed)
+    return y, saved if weights is None else replace(saved, slots=slots)
 
 
 def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array, Array, Array | None]:
     """The gradients of experts_forward; all ranks call it.
 
-    dy       (tokens, n)
-    returns  dx (tokens, k); dw (local, n, k), zero for an expert without tokens; dweights float32 (tokens, top), None
+    dy       of y's shape
+    returns  dx of x's shape; dw (local, n, k), zero for an expert without tokens; dweights float32 (tokens, top), None
              where there were no weights
     """
-    ranks, dy, route = as_ranks(ranks), as_array(dy, "dy"), saved.route
-    gdy = _arrived(dy, route, saved.recipe, "grad_output", ranks, saved.seed, saved.weights)
-    dx = combine(ops.matmul(gdy, saved.w), route, ranks)
-    dw = ops.matmul(gdy.T, saved.x)
+    ranks, dy, route, (dispatched, combined) = as_ranks(ranks), as_array(dy, "dy"), saved.route, saved.sent
+    take = _arrived if combined else _here
+    gdy = take(dy, route, saved.recipe, "grad_output", ranks, saved.seed, saved.weights)
+    dx, dw = ops.matmul(gdy, saved.w), ops.matmul(gdy.T, saved.x)
+    if dispatched:
+        dx = combine(dx, route, ranks)
     if saved.slots is None:
         return dx, dw, None
     with on_device(dy.device):
@@ -106,6 +127,18 @@ def _arrived(
     part = group.rowwise
     assert isinstance(part, GroupedPart)
     return _quantized(part.codes, _sizes(group), recipe, role, seed)
+
+
+def _here(
+    values: Any, route: Route, recipe: Recipe, role: Role, ranks: Ranks, seed: Any, weights: Any = None
+) -> GroupedArray:
+    """Rows as this rank's experts have them, in both directions."""
+    values = as_array(values, "values")
+    if values.ndim != 2 or len(values) != route.arriving:
+        columns = "n" if role == "grad_output" else "k"
+        raise ValueError(f"the experts' rows on {ranks} are ({route.arriving}, {columns}), as many as were dispatched, "
+                         f"not {values.shape}")
+    return _quantized(values, route.sizes, recipe, role, seed)
 
 
 def _quantized(values: Any, sizes: Any, recipe: Recipe, role: Role, seed: Any) -> GroupedArray:

@@ -47,26 +47,35 @@ def parallel_linear(
 
 
 def experts_linear(
-    x: Any, w: Any, route: Route, recipe: Recipe | Format | str, ranks: Any, *, weights: Any = None, seed: Any = None
+    x: Any, w: Any, route: Route, recipe: Recipe | Format | str, ranks: Any, *, weights: Any = None, seed: Any = None,
+    dispatches: bool = True, combines: bool = True,
 ) -> Any:
     """A linear layer of experts on several ranks (expert parallelism), with gradients.
 
     x        (tokens, k) float tensor, this rank's
     w        (local, n, k), the weights of this rank's experts, where x is
     weights  float (tokens, top), where x is: of each choice; None: 1
-    route, recipe, ranks, seed  as in experts_forward; make_route takes tensors
+    route, recipe, ranks, seed, dispatches, combines  as in experts_forward; make_route takes tensors
     returns  (tokens, n)
+
+    A feed-forward network of experts sends its tokens once:
+
+        h = experts_linear(x, up, route, "mxfp8", ranks, combines=False)     # (route.arriving, n), the experts' rows
+        y = experts_linear(act(h), down, route, "mxfp8", ranks, dispatches=False, weights=weights)
 
     Gradients are those of x, w and weights. Otherwise as parallel_linear.
     """
     if torch.compiler.is_compiling():
-        return _eager_experts_linear(x, w, route, recipe, ranks, weights=weights, seed=seed)
+        return _eager_experts_linear(x, w, route, recipe, ranks, weights=weights, seed=seed, dispatches=dispatches,
+                                     combines=combines)
     _expect_no_transform()
     x, w, _ = _checked(x, w, None)
     if weights is not None and (not isinstance(weights, torch.Tensor) or weights.device != x.device):
         found = f"on {weights.device}" if isinstance(weights, torch.Tensor) else type(weights).__name__
         raise TypeError(f"weights are a torch.Tensor on {x.device} as x is, not {found}")
-    return _ExpertsLinear.apply(x, w, weights, route, as_recipe(recipe), as_ranks(ranks), _ours(seed))
+    return _ExpertsLinear.apply(
+        x, w, weights, route, as_recipe(recipe), as_ranks(ranks), _ours(seed), (dispatches, combines)
+    )
 
 
 # What torch.compile calls without looking inside.
@@ -113,22 +122,26 @@ def _parallel_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
 class _ExpertsLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, x: Any, w: Any, weights: Any, route: Route, recipe: Recipe, ranks: Any, seed: Any
+        ctx: Any, x: Any, w: Any, weights: Any, route: Route, recipe: Recipe, ranks: Any, seed: Any,
+        sent: tuple[bool, bool],
     ) -> Any:
         after_cupy(x.device)  # which may still be at work on the route, a seed or amaxes
         with on_torch(x.device):
             given = None if weights is None else as_array(weights)
-            y, saved = experts_forward(as_array(x), as_array(w), route, recipe, ranks, weights=given, seed=seed)
+            y, saved = experts_forward(
+                as_array(x), as_array(w), route, recipe, ranks, weights=given, seed=seed, dispatches=sent[0],
+                combines=sent[1],
+            )
             slots = None if saved.slots is None else as_tensor(saved.slots)
             _save(ctx, [group.columnwise for group in (saved.x, saved.w)], (weights, slots))
         ctx.axes = [(group.rows, group.columns, group.dtype) for group in (saved.x, saved.w)]
-        ctx.given, ctx.ranks = (route, recipe, seed), ranks
+        ctx.given, ctx.ranks = (route, recipe, seed, sent), ranks
         ctx.types = x.dtype, w.dtype, None if weights is None else weights.dtype
         return as_tensor(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_experts_gradients, ctx, dy), None, None, None, None)
+        return (*_backward(_experts_gradients, ctx, dy), None, None, None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -139,8 +152,8 @@ def _experts_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     with on_torch(dy.device):
         *parts, weights, slots = _restored(ctx, ctx.saved_tensors)
         x, w = (GroupedArray(None, part, *axes) for part, axes in zip(parts, ctx.axes, strict=True))
-        route, recipe, seed = ctx.given
-        saved = SavedExperts(x, w, route, recipe, _ours(weights), _ours(slots), seed)
+        route, recipe, seed, sent = ctx.given
+        saved = SavedExperts(x, w, route, recipe, _ours(weights), _ours(slots), seed, sent)
         dx, dw, dweights = experts_backward(as_array(dy), saved, ctx.ranks)
     found = (None if gradient is None else as_tensor(gradient) for gradient in (dx, dw, dweights))
     dx, dw, dweights = (_of_type(gradient, dtype) for gradient, dtype in zip(found, ctx.types, strict=True))

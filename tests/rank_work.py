@@ -214,6 +214,38 @@ def expert_layer(ranks, recipe, capacity, weighted=True):
     return [None if value is None else host(value) for value in (y, *gradients)]
 
 
+def expert_network(ranks, recipe, capacity):
+    """Two layers with a relu between them, tokens sent once: y, and gradients of x, both weights and the choices'."""
+    x, choices, weights, dy = tokens_of(ranks.rank)
+    route = make_route(here(ranks, choices), EXPERTS, ranks, capacity=capacity)
+    up, down, x, dy, weights = (here(ranks, value) for value in (
+        mine(ranks, expert_weights()), mine(ranks, expert_weights().transpose(0, 2, 1)[:, :N].copy()), x, dy, weights))
+    h, first = experts_forward(x, up, route, recipe, ranks, seed=SEED, combines=False)
+    y, second = experts_forward(h * (h > 0), down, route, recipe, ranks, weights=weights, seed=SEED, dispatches=False)
+    dh, ddown, dweights = experts_backward(dy, second, ranks)
+    dx, dup, none = experts_backward(dh * (h > 0), first, ranks)
+    assert none is None and len(h) == len(dh) == route.arriving
+    return [host(value) for value in (y, dx, dup, ddown, dweights)]
+
+
+def torch_expert_network(ranks, recipe, capacity):
+    """The same through autograd."""
+    import torch
+
+    from hqarray.interop.torch import experts_linear
+    from hqarray.interop.torch_arrays import as_array, as_tensor
+
+    x, choices, weights, dy = (as_tensor(here(ranks, value)) for value in tokens_of(ranks.rank))
+    up, down = (as_tensor(here(ranks, value)) for value in (
+        mine(ranks, expert_weights()), mine(ranks, expert_weights().transpose(0, 2, 1)[:, :N].copy())))
+    route = make_route(choices, EXPERTS, ranks, capacity=capacity)
+    leaves = [value.requires_grad_() for value in (x, up, down, weights)]
+    h = experts_linear(x, up, route, recipe, ranks, seed=SEED, combines=False)
+    y = experts_linear(torch.relu(h), down, route, recipe, ranks, weights=weights, seed=SEED, dispatches=False)
+    y.backward(dy)
+    return [host(as_array(value)) for value in (y, *(leaf.grad for leaf in leaves))]
+
+
 def torch_expert_layer(ranks, recipe, capacity, weighted=True):
     """The same through autograd."""
     from hqarray.interop.torch import experts_linear

@@ -81,6 +81,30 @@ def test_rows_beyond_the_capacity_come_back_as_zeros(pool):  # noqa: F811
 RECIPES = ["bf16", "mxfp8", "fp8_current", "nvfp4", "mxfp8_forward_bf16_backward", "fp8_block"]
 
 
+def run(pool, layer, *args):  # noqa: F811
+    """What a layer gives on each rank; skips where grouped products cannot be had."""
+    try:
+        return pool.run(layer, *args)
+    except Failed as error:
+        if "Unavailable: cuBLASLt" in str(error):
+            pytest.skip(str(error).splitlines()[0])
+        raise
+
+
+def gathered(pool, layer, *args):  # noqa: F811
+    """The same of all ranks, one after another."""
+    return [np.concatenate(pieces) for pieces in zip(*run(pool, layer, *args), strict=True)]
+
+
+def expect_near(found, wanted, pool, recipe):  # noqa: F811
+    # Hopper's FP8 tensor cores keep 13 bits: 16 products at most lose 2^-13 of the largest (test_gemm_cuda.py)
+    loose = 2.0**-9 if pool.backend != "gloo" and recipe.startswith("fp8") else 1e-6
+    for actual, expected in zip(found, wanted, strict=True):
+        assert actual.shape == expected.shape
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=loose * scale)
+
+
 @pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_of_experts_is_that_of_one_rank(recipe, capacity, pool):  # noqa: F811
@@ -89,21 +113,31 @@ def test_a_layer_of_experts_is_that_of_one_rank(recipe, capacity, pool):  # noqa
     y, saved = experts_forward(x, rank_work.expert_weights(), route, recipe, Alone(), weights=weights,
                                seed=rank_work.SEED)
     wanted = [y, *experts_backward(dy, saved, Alone())]
-    try:
-        results = pool.run(rank_work.expert_layer, recipe, capacity)
-    except Failed as error:
-        if "Unavailable: cuBLASLt" in str(error):
-            pytest.skip(str(error).splitlines()[0])
-        raise
-    found = [np.concatenate(pieces) for pieces in zip(*results, strict=True)]
+    found = gathered(pool, rank_work.expert_layer, recipe, capacity)
     assert sum(counts) == len(found[0])
-    # Hopper's FP8 tensor cores keep 13 bits: 16 products at most lose 2^-13 of the largest (test_gemm_cuda.py)
-    loose = 2.0**-9 if pool.backend != "gloo" and recipe.startswith("fp8") else 1e-6
-    for actual, expected in zip(found, wanted, strict=True):
-        assert actual.shape == expected.shape
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=loose * scale)
+    expect_near(found, wanted, pool, recipe)
     assert not found[2][5].any()  # the expert that nobody chose
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_of_experts_one_after_another_send_their_tokens_once(recipe, capacity, pool):  # noqa: F811
+    (x, choices, weights, dy), _ = everyone(pool.size)
+    up = rank_work.expert_weights()
+    down = up.transpose(0, 2, 1)[:, :N].copy()
+    route = make_route(choices, EXPERTS, Alone())
+    h, first = experts_forward(x, up, route, recipe, Alone(), seed=rank_work.SEED, combines=False)
+    # the experts' rows are the products of all slots, sorted by expert
+    slots = np.argsort(choices.reshape(-1), kind="stable")
+    each, _ = experts_forward(x[slots // 2], up, make_route(choices.reshape(-1, 1)[slots], EXPERTS, Alone()), recipe,
+                              Alone(), seed=rank_work.SEED)
+    np.testing.assert_array_equal(h, each)
+    y, second = experts_forward(h * (h > 0), down, route, recipe, Alone(), weights=weights, seed=rank_work.SEED,
+                                dispatches=False)
+    dh, ddown, dweights = experts_backward(dy, second, Alone())
+    dx, dup, _ = experts_backward(dh * (h > 0), first, Alone())
+    found = gathered(pool, rank_work.expert_network, recipe, capacity)
+    expect_near(found, [y, dx, dup, ddown, dweights], pool, recipe)
 
 
 def test_one_rank_is_what_the_formulas_say():

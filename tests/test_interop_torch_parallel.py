@@ -7,9 +7,8 @@ pytest.importorskip("torch")
 
 import rank_work
 import torch
-from rank_pool import Failed
 from test_distributed import pool  # noqa: F401  a fixture
-from test_experts import ROOM
+from test_experts import ROOM, run
 from test_parallel import SIZES
 
 from hqarray.interop.distributed import Alone
@@ -18,30 +17,35 @@ from hqarray.interop.parallel import Spread
 from hqarray.interop.torch import experts_linear, parallel_linear
 
 
+def expect_equal(every, calls):
+    """What autograd gave on each rank, and what the calls gave, which may be more."""
+    for found, wanted in zip(every, calls, strict=True):
+        for actual, expected in zip(found, wanted, strict=False):
+            assert actual.dtype == np.float32
+            np.testing.assert_array_equal(actual, expected.astype(np.float32))
+
+
 @pytest.mark.parametrize("kind", ["columns", "rows"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "fp8_current"])
 def test_pieces_and_gradients_are_those_of_the_calls(recipe, kind, pool):  # noqa: F811
     spread = Spread.even(kind, SIZES, pool.size, recipe)
-    for found, wanted in zip(pool.run(rank_work.torch_linear_layer, spread, recipe, np.float32),
-                             pool.run(rank_work.linear_layer, spread, recipe, np.float32), strict=True):
-        for actual, expected in zip(found, wanted, strict=False):
-            assert actual.dtype == np.float32
-            np.testing.assert_array_equal(actual, expected.astype(np.float32))
+    expect_equal(pool.run(rank_work.torch_linear_layer, spread, recipe, np.float32),
+                 pool.run(rank_work.linear_layer, spread, recipe, np.float32))
 
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_experts_and_gradients_are_those_of_the_calls(recipe, capacity, weighted, pool):  # noqa: F811
-    try:
-        every = pool.run(rank_work.torch_expert_layer, recipe, capacity, weighted)
-    except Failed as error:
-        if "Unavailable: cuBLASLt" in str(error):
-            pytest.skip(str(error).splitlines()[0])
-        raise
-    for found, wanted in zip(every, pool.run(rank_work.expert_layer, recipe, capacity, weighted), strict=True):
-        for actual, expected in zip(found, wanted, strict=False):
-            np.testing.assert_array_equal(actual, expected.astype(np.float32))
+    every = run(pool, rank_work.torch_expert_layer, recipe, capacity, weighted)
+    expect_equal(every, pool.run(rank_work.expert_layer, recipe, capacity, weighted))
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM], ids=["sizes known", "sizes on the device"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_network_of_experts_and_its_gradients_are_those_of_the_calls(recipe, capacity, pool):  # noqa: F811
+    every = run(pool, rank_work.torch_expert_network, recipe, capacity)
+    expect_equal(every, pool.run(rank_work.expert_network, recipe, capacity))
 
 
 def alone(recipe="mxfp8", kind="columns"):
