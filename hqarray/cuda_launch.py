@@ -82,6 +82,11 @@ def stream_of(device: int) -> int:
     return get_current_stream(device).ptr  # type: ignore[no-any-return]
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether a graph records what is launched on a stream."""
+    return bool(streamIsCapturing(stream))
+
+
 # --- before a quantize --------------------------------------------------------------------------
 
 

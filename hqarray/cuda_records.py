@@ -16,7 +16,7 @@ from .records import Lines
 # Structs of the kernels: every field takes eight bytes.
 _RECORDS = struct.Struct("=13q")
 _COMBINE = struct.Struct("=10q")
-_DOT = struct.Struct("=8q")
+_DOT = struct.Struct("=10q")
 
 
 @lru_cache(maxsize=4096)
@@ -92,14 +92,14 @@ def _dot_kernel(dtype: str, other: str, slots: int, device: int) -> Kernel:
     return kernel_of(launch, geometry.grid(launch.tile, slots, 1), device)
 
 
-def dots(rows: Array, other: Array, choices: int) -> Array:
+def dots(rows: Array, other: Array, choices: int, index: Array | None) -> Array:
     """See record_ops.dots."""
     rows, other = (_in_rows(array.astype(np.float32) if array.itemsize == 8 else array) for array in (rows, other))
     products = cupy.ndarray((len(other), choices), np.float32)
     if products.size:
         _dot_kernel(rows.dtype.name, other.dtype.name, products.size, rows.data.device_id).launch(
-            stream_of(rows.data.device_id), _DOT, rows.data.ptr, rows.strides[0], other.data.ptr, other.strides[0],
-            products.data.ptr, products.size, choices, rows.shape[1],
+            stream_of(rows.data.device_id), _DOT, rows.data.ptr, rows.strides[0], len(rows), _pointer(index),
+            other.data.ptr, other.strides[0], products.data.ptr, products.size, choices, rows.shape[1],
         )
     return products
 

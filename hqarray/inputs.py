@@ -85,6 +85,9 @@ def _by_dlpack(values: Any, what: str) -> Typed:
     try:
         return from_dlpack(values)
     except Exception as error:  # whatever the producer raises
+        if hasattr(values, "to_local"):
+            raise TypeError(f"{what} is a {type(values).__name__}, which lies on several ranks; pass this rank's "
+                            f"piece, .to_local() gives it") from error
         first = (str(error).splitlines() or [""])[0]
         traced = " (while a function is traced, as by jax.jit, hqarray.interop.jax.fake_quantize alone runs)"
         raise TypeError(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import ops
-from .arrays import HybridArray
+from .arrays import DIRECTIONS, HybridArray
 from .formats import Format
 from .inputs import SEEDS, Slots, as_ours
 from .layout import Array
@@ -20,22 +20,28 @@ STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What the backward pass reads: the columnwise parts of x and w, the recipe, and what was given for all three."""
+    """What the backward pass reads: the columnwise parts of x and w, the recipe, and what was given for all three.
 
-    x: HybridArray
-    w: HybridArray
+    x, w    None where the gradient of the other is not needed
+    shapes  of x and w
+    """
+
+    x: HybridArray | None
+    w: HybridArray | None
     recipe: Recipe
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
     seed: Any = None
     amax: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held until the backward pass."""
-        return self.x.nbytes + self.w.nbytes
+        return sum(0 if array is None else array.nbytes for array in (self.x, self.w))
 
 
 def linear_forward(
-    x: Any, w: Any, recipe: Recipe | Format | str, *, out_dtype: Any = None, seed: Any = None, amax: Any = None
+    x: Any, w: Any, recipe: Recipe | Format | str, *, out_dtype: Any = None, seed: Any = None, amax: Any = None,
+    needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Array, Saved]:
     """The output of a linear layer, and what its backward pass needs.
 
@@ -46,6 +52,8 @@ def linear_forward(
              different numbers from it
     amax     of x, w and dy, for formats with one amax per matrix: three slots of a DelayedScaling, which a recipe with
              delayed scaling needs, or float32 (3,); None measures them
+    needs    whether the gradients of x and of w will be asked for: that of x reads w's columns, that of w x's, and what
+             none of them reads is not quantized. (False, False): inference
     returns  y = x @ w.T (..., n), of the dtype that matmul gives, and Saved, which holds no rowwise part
 
     Raises ValueError for shapes that do not match, an array quantized in other formats, an amax that the recipe needs
@@ -53,17 +61,18 @@ def linear_forward(
     """
     recipe = as_recipe(recipe)
     check_amaxes(recipe, amax)
-    hx = quantize_operand(x, recipe, "input", seed=seed, amax=amax)
-    hw = quantize_operand(w, recipe, "weight", seed=seed, amax=amax)
+    hx = quantize_operand(x, recipe, "input", seed=seed, amax=amax, columns=needs[1])
+    hw = quantize_operand(w, recipe, "weight", seed=seed, amax=amax, columns=needs[0])
     if len(hw.shape) != 2 or not hx.shape or hx.shape[-1] != hw.shape[1]:
         raise ValueError(f"a linear layer needs x (..., k) and w (n, k), these are {hx.shape} and {hw.shape}")
     y = ops.matmul(hx, hw.T, out_dtype=out_dtype)
-    return y, Saved(hx.drop(rowwise=True), hw.drop(rowwise=True), recipe, seed, amax)
+    kept_x, kept_w = (h.drop(rowwise=True) if needed else None for h, needed in ((hx, needs[1]), (hw, needs[0])))
+    return y, Saved(kept_x, kept_w, recipe, (hx.shape, hw.shape), seed, amax)
 
 
 def linear_backward(
     dy: Any, saved: Saved, *, dw: Array | None = None, out_dtype: Any = None, seed: Any = None
-) -> tuple[Array, Array]:
+) -> tuple[Array | None, Array | None]:
     """The gradients of a linear layer.
 
     dy       (..., n), the gradient of y, or a HybridArray with both parts in the recipe's formats
@@ -71,15 +80,23 @@ def linear_backward(
     dw       (n, k) array that the gradient of w is added to; None makes a new one
     out_dtype  of dx; default what matmul gives
     seed     as in linear_forward; None takes the one that was given there
-    returns  dx = dy @ w (..., k) and dw = dy.T @ x (n, k), sums over all leading axes
+    returns  dx = dy @ w (..., k) and dw = dy.T @ x (n, k), sums over all leading axes; None for one that linear_forward
+             was told is not needed
     """
     seed = saved.seed if seed is None else seed
-    hdy = quantize_operand(dy, saved.recipe, "grad_output", seed=seed, amax=saved.amax)
-    expected = (*saved.x.shape[:-1], saved.w.shape[0])
+    x, w, (x_shape, (n, _)) = saved.x, saved.w, saved.shapes
+    if x is None and w is None:
+        return None, None
+    hdy = quantize_operand(
+        dy, saved.recipe, "grad_output", seed=seed, amax=saved.amax, rows=w is not None, columns=x is not None
+    )
+    expected = (*x_shape[:-1], n)
     if hdy.shape != expected:
         raise ValueError(f"dy must have the shape of y, {expected}, it has {hdy.shape}")
-    dx = ops.matmul(hdy, saved.w, out_dtype=out_dtype)
-    flat_dy, flat_x = hdy.reshape(-1, hdy.shape[-1]), saved.x.reshape(-1, saved.x.shape[-1])
+    dx = None if w is None else ops.matmul(hdy, w, out_dtype=out_dtype)
+    if x is None:
+        return dx, None
+    flat_dy, flat_x = hdy.reshape(-1, hdy.shape[-1]), x.reshape(-1, x.shape[-1])
     return dx, ops.matmul(flat_dy.T, flat_x, out=dw, accumulate=dw is not None)
 
 
@@ -105,20 +122,32 @@ def check_amaxes(recipe: Recipe, amax: Any, num_groups: int = 1) -> None:
 
 
 def quantize_operand(
-    values: Any, recipe: Recipe, role: Role, *, seed: Any = None, amax: Any = None
+    values: Any, recipe: Recipe, role: Role, *, seed: Any = None, amax: Any = None, rows: bool = True,
+    columns: bool = True,
 ) -> HybridArray:
     """An operand of a linear layer as the recipe has it; one that is quantized already is checked.
 
-    seed, amax  of the layer, as linear_forward takes them
+    seed, amax     of the layer, as linear_forward takes them
+    rows, columns  which parts are read
     """
-    row, column = recipe[role]
     if isinstance(values, HybridArray):
-        _check_quantized(values, recipe, role)
+        _check_quantized(values, recipe, role, rows, columns)
         return values
-    return ops.quantize(
-        values, rowwise=row, columnwise=column, columnwise_source=recipe.source(role),
-        amax=amax_of(role, amax) if recipe.measures_amax(role) else None, seed=seed_of(role, seed),
-    )
+    return ops.quantize(values, **operand_options(recipe, role, seed, amax, rows, columns))
+
+
+def operand_options(
+    recipe: Recipe, role: Role, seed: Any, amax: Any, rows: bool = True, columns: bool = True
+) -> dict[str, Any]:
+    """Keywords of quantize for the parts of an operand that are read; rows are made besides where columns need them."""
+    (row, column), source = recipe[role], recipe.source(role)
+    rows = rows or source != "original"
+    formats = [format for format, is_read in ((row, rows), (column, columns)) if is_read]
+    return {
+        "rowwise": row if rows else None, "columnwise": column if columns else None,
+        "columnwise_source": source if columns else "original", "seed": seed_of(role, seed),
+        "amax": amax_of(role, amax) if any(format.measures_amax for format in formats) else None,
+    }
 
 
 def amax_of(role: Role, amax: Any) -> Any:
@@ -142,11 +171,13 @@ def seed_of(role: Role, seed: Any) -> Any:
     return array.astype(np.uint64, copy=False) + np.uint64(step)
 
 
-def _check_quantized(values: HybridArray, recipe: Recipe, role: Role) -> None:
+def _check_quantized(values: HybridArray, recipe: Recipe, role: Role, *is_read: bool) -> None:
+    """Whether the parts that are read are there, and all that are there are the recipe's."""
     pair = recipe[role]
-    wanted = dict(zip(("rowwise", "columnwise"), (format.resolve(values.dtype) for format in pair), strict=True))
+    wanted = dict(zip(DIRECTIONS, (format.resolve(values.dtype) for format in pair), strict=True))
     there = {direction: part.format for direction, part in values.parts()}
-    if there != wanted:
+    missing = [name for name, needed in zip(DIRECTIONS, is_read, strict=True) if needed and name not in there]
+    if missing or any(wanted[name] != format for name, format in there.items()):
         raise ValueError(
             f"{_SYMBOLS[role]} is {values!r}; the recipe wants rowwise={pair[0].name}, columnwise={pair[1].name}"
         )

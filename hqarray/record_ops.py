@@ -52,14 +52,15 @@ def weighted_sum(
     return sum_
 
 
-def dots(rows: Array, other: Array, choices: int) -> Array:
+def dots(rows: Array, other: Array, choices: int, index: Array | None = None) -> Array:
     """Of each choice of a token the product of its row and the token's: the gradient of the weights of weighted_sum.
 
-    rows     (tokens * choices, columns) float
+    rows     (n, columns) float
     other    (tokens, columns) float
+    index    as in weighted_sum
     returns  float32 (tokens, choices): float32 products, summed in an order that differs between CPU and GPU
     """
-    products: Array = _backend(rows).dots(rows, other, choices)
+    products: Array = _backend(rows).dots(rows, other, choices, index)
     return products
 
 

@@ -101,15 +101,20 @@ class Lines:
             at, dtype = layout.scales_offset, layout.scales_dtype
             scales = buffers.base[at : at + size * dtype.itemsize].view(dtype)
         return cls(record, codes, scales, step=layout.scales_shape[1] if count else 0,
-                   globals=part.global_scale if part.format.storage.global_per_row else None)
+                   globals=_globals(part))
 
     @classmethod
     def of_group(cls, part: GroupedPart, starts: Array | None, steps: Array | None) -> Lines:
         """The rows of all members of a group; starts and steps where rows have scales of their own."""
         record = Record(part.format, part.layout.each)
-        codes = part.base[: part.layout.codes_nbytes].reshape(-1, record.pitch)
-        return cls(record, codes, part.scales if record.scales[1] else None, starts, steps,
-                   globals=part.global_scale if part.format.storage.global_per_row else None)
+        codes = part.base[: part.layout.codes_nbytes].reshape(part.sizes.capacity, record.pitch)
+        return cls(record, codes, part.scales if record.scales[1] else None, starts, steps, globals=_globals(part))
+
+
+def _globals(part: QuantizedArray | GroupedPart) -> Array | None:
+    """The global scales of rows; of rows without elements there are none."""
+    has_rows = part.format.storage.global_per_row and part.global_scale is not None and part.global_scale.size
+    return part.global_scale if has_rows else None
 
 
 __all__ = ["Lines", "Record", "can_travel"]

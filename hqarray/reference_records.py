@@ -70,12 +70,13 @@ def weighted_sum(rows: Values, shape: tuple[int, int], index: Index | None, weig
     return sums
 
 
-def dots(rows: Values, other: Values, choices: int) -> Floats:
+def dots(rows: Values, other: Values, choices: int, index: Index | None) -> Floats:
     """See record_ops.dots."""
     tokens = len(other)
+    index = np.arange(tokens * choices) if index is None else index
     products = np.empty((tokens, choices), np.float32)
     for choice in range(choices):
-        product = rows[choice::choices].astype(np.float32) * other.astype(np.float32)
+        product = take(rows, index[choice::choices]).astype(np.float32) * other.astype(np.float32)
         products[:, choice] = product.sum(axis=1)
     return products
 

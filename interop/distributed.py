@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -24,6 +26,14 @@ from hqarray.layout import Array, namespace
 from .pieces import BYTES, block
 
 FLOAT32 = np.dtype(np.float32)
+
+LONGEST = 1024
+"""Bytes of what a rank tells the others."""
+
+REFUSED = "refused: "
+
+NOT_A_MEMBER = -100
+"""What torch.distributed.new_group gives a process that is not in the group."""
 
 
 class CollectiveError(RuntimeError):
@@ -54,12 +64,46 @@ class Bytes(NamedTuple):
         return ordinal_of(self.memory)
 
 
+class _Agreement:
+    """What this rank gave to a call, and then what the others did; see Ranks.agreement."""
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self.ranks, self.what = ranks, what
+
+    def __enter__(self) -> list[Any]:
+        self.said: list[Any] = []
+        return self.said
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self.ranks.checks or self.ranks.size == 1:
+            return
+        if error is None:
+            self._compare(self.ranks.told(f"{self.what}: {', '.join(map(repr, self.said))}"))
+        elif isinstance(error, Exception):
+            with suppress(CollectiveError):  # the error that is raised says more
+                self.ranks.told(f"{REFUSED}{kind.__name__}: {error}")
+
+    def _compare(self, every: list[str]) -> None:
+        for rank, text in enumerate(every):
+            if text.startswith(REFUSED):
+                raise CollectiveError(
+                    f"{self.what} on {self.ranks} is not begun, since rank {rank} refused: {text.removeprefix(REFUSED)}"
+                )
+        if len(set(every)) > 1:
+            each = "\n".join(f"  rank {rank} {text}" for rank, text in enumerate(every))
+            raise CollectiveError(
+                f"{self.what} on {self.ranks} is not begun, since the ranks gave what does not go together; give the "
+                f"same on all:\n{each}"
+            )
+
+
 class Ranks(ABC):
     """So many processes, each with a rank; an engine says how five collectives are done.
 
     rank    of this process
     size    how many there are
     engine  named in errors
+    checks  whether calls that matrices take part in first compare what the ranks gave, see agreement
 
     Sizes are counted along the first axis and known to the host; what lies on a device has sizes there only in the
     sense of `experts`, which sends equal shares. Arrays are C-contiguous.
@@ -68,6 +112,28 @@ class Ranks(ABC):
     rank: int
     size: int
     engine: str
+    checks: bool = False
+
+    def agreement(self, what: str) -> _Agreement:
+        """Around what a call does with its arguments before it sends anything.
+
+            with ranks.agreement("dispatch") as said:
+                ...                             # an error in here is raised on this rank, and told to the others
+                said += format, x.shape[1]      # what must be alike on all ranks
+
+        At its end, where `checks` is set, every rank reads what the others said, and all raise CollectiveError where
+        one refused or said something else. Otherwise it costs nothing.
+        """
+        return _Agreement(self, what)
+
+    def told(self, text: str) -> list[str]:
+        """What each rank says, in a few hundred characters. Synchronises."""
+        module, said = self._module(), text.encode()[:LONGEST]
+        mine, every = module.zeros((1, LONGEST), np.uint8), module.empty((self.size, LONGEST), np.uint8)
+        mine[0, : len(said)] = module.asarray(np.frombuffer(said, np.uint8))
+        self.all_gather(mine, every)
+        rows = every.get() if hasattr(every, "get") else every
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def all_reduce_max(self, array: Array) -> None:
         """Each element becomes the largest that any rank holds there; float32, in place."""
@@ -128,9 +194,15 @@ class Ranks(ABC):
                 self._refuse("start_spread", f"bytes for {self.size} ranks", mine, *out)
         given = messages[0][0], *messages[0][1]
         finish: Callable[[], None] = self._run("start_spread", partial(self._spread, messages, beside), *given)
+        if finish is _nothing:
+            return finish
         return partial(self._run, "start_spread", lambda *_: finish(), *given)
 
     # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
+
+    @abstractmethod
+    def _module(self) -> Any:
+        """NumPy or CuPy: whose arrays it sends."""
 
     @abstractmethod
     def _all_reduce_max(self, array: Array) -> None: ...
@@ -188,6 +260,12 @@ def _rows(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
 
 
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
 def _nothing() -> None:
     """There is nothing to wait for."""
 
@@ -204,6 +282,9 @@ class Alone(Ranks):
     """One rank: what a program is without the others, and the reference of what they do together."""
 
     rank, size, engine = 0, 1, "one process"
+
+    def _module(self) -> Any:
+        return np
 
     def _all_reduce_max(self, array: Array) -> None:
         raise NotImplementedError  # never called: one rank's is the largest
@@ -246,7 +327,8 @@ class TorchRanks(Ranks):
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
-        self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
+        backend = dist.get_backend(self.group)
+        self.engine, self.checks, self._is_cpu = f"torch.distributed, {backend}", backend == "gloo", "gloo" in backend
         self._dist, self._arrays = dist, torch_arrays
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -262,6 +344,9 @@ class TorchRanks(Ranks):
         result = super()._run(what, call, *given)
         cuda.order(ordinal, torch_first=True)
         return result
+
+    def _module(self) -> Any:
+        return np if self._is_cpu else _cupy()
 
     def _options(self, kind: str, *, beside: bool = False) -> Any:
         """Options of an operation on the caller's stream, which then may have no work to wait for, or beside it."""
@@ -317,6 +402,8 @@ class TorchRanks(Ranks):
                     if mine.numel():
                         calls.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer))
             works = dist.batch_isend_irecv(calls) if calls else []
+        if not works:  # the caller's stream has it
+            return _nothing
         held = [messages]  # until all have arrived
 
         def finish() -> None:
@@ -337,10 +424,15 @@ class TorchRanks(Ranks):
             lists.append((out, sent))
         if len(lists) == 1:
             return group.alltoall(*lists[0], options)
-        group._start_coalescing(messages[0][0].device)
-        for out, sent in lists:
-            group.alltoall(out, sent, options)
-        return group._end_coalescing(messages[0][0].device)
+        device, is_whole = messages[0][0].device, False
+        group._start_coalescing(device)
+        try:
+            for out, sent in lists:
+                group.alltoall(out, sent, options)
+            is_whole = True
+        finally:
+            work = group._end_coalescing(device)
+        return work if is_whole else None
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
@@ -364,6 +456,9 @@ class NcclRanks(Ranks):
         self.rank, self.size = communicator.rank_id(), communicator.size()
         self.engine = "CuPy, NCCL"
         self._nccl, self._stream = nccl, get_current_stream
+
+    def _module(self) -> Any:
+        return _cupy()
 
     def _all_reduce_max(self, array: Array) -> None:
         nccl, at = self._nccl, array.data.ptr
@@ -413,22 +508,41 @@ class NcclRanks(Ranks):
 # --- any of them --------------------------------------------------------------------------------
 
 
-def as_ranks(engine: Any = None) -> Ranks:
+def as_ranks(engine: Any = None, *, check: bool | None = None) -> Ranks:
     """The ranks of a process group.
 
-    engine  a torch.distributed group (None: all processes), a cupy.cuda.nccl.NcclCommunicator, what
-            cupyx.distributed.init_process_group gave, or Ranks
+    engine  a torch.distributed group (None: all processes) or one-dimensional DeviceMesh, a
+            cupy.cuda.nccl.NcclCommunicator, what cupyx.distributed.init_process_group gave, or Ranks
+    check   whether calls first compare what the ranks gave, so that all raise the same error where it differs, or where
+            one rank refuses: a small gather for each call, which waits for the device. None: with gloo they do, on GPUs
+            they do not; Ranks as they are
     Raises TypeError for anything else.
     """
+    ranks = _ranks_of(engine)
+    if check is not None and check != ranks.checks:
+        ranks = copy(ranks)
+        ranks.checks = check
+    return ranks
+
+
+def _ranks_of(engine: Any) -> Ranks:
     if isinstance(engine, Ranks):
         return engine
     kind = type(engine)
     home = kind.__module__.partition(".")[0]
+    if home == "torch" and hasattr(engine, "get_group"):  # a DeviceMesh
+        if engine.ndim != 1:
+            names = engine.mesh_dim_names or tuple(range(engine.ndim))
+            raise TypeError(f"a DeviceMesh of {names} has a group for each; pass mesh.get_group({names[0]!r})")
+        engine = engine.get_group()
     if engine is None or home == "torch":
         return TorchRanks(engine)
     if home in ("cupy", "cupyx", "cupy_backends"):
         # cupyx's class of backends names the communicator so, and offers no other way to sizes that differ
         return NcclRanks(getattr(engine, "_comm", engine))
+    if isinstance(engine, int) and engine == NOT_A_MEMBER:
+        raise TypeError(f"ranks are a process group, not {engine}, which new_group gives a process that is not in the "
+                        f"group; call this on the group's processes alone")
     raise TypeError(
         f"ranks are a torch.distributed process group, a cupy.cuda.nccl.NcclCommunicator or Ranks, not "
         f"{kind.__name__}; Alone() is one process"

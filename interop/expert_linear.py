@@ -11,7 +11,7 @@ With Alone() it is the reference on one rank: operands are the same bytes on any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,23 +36,25 @@ from .experts import Route, as_weights, combine, dispatch, returned
 class SavedExperts:
     """What the backward pass reads: columnwise parts of the tokens that arrived and of the weights.
 
-    slots  what came back for each choice, (tokens, top, n), for the gradient of weights; None without weights
-    sent   whether the layer dispatched, and whether it combined
+    x, w      None where the gradient of the other is not needed
+    weights   float32 (tokens, top), or None
+    returned  the rows that came back for all choices, for the gradient of weights; None where it is not needed
+    sent      whether the layer dispatched, and whether it combined
     """
 
-    x: GroupedArray
-    w: GroupedArray
+    x: GroupedArray | None
+    w: GroupedArray | None
     route: Route
     recipe: Recipe
-    weights: Any
-    slots: Array | None
+    weights: Array | None
+    returned: Array | None
     seed: Any = None
     sent: tuple[bool, bool] = (True, True)
 
 
 def experts_forward(
     x: Any, w: Any, route: Route, recipe: Recipe | Format | str, ranks: Any, *, weights: Any = None, seed: Any = None,
-    dispatches: bool = True, combines: bool = True,
+    dispatches: bool = True, combines: bool = True, needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Array, SavedExperts]:
     """What the experts make of each token, weighted and summed; all ranks call it.
 
@@ -66,87 +68,119 @@ def experts_forward(
     dispatches  False: x are rows of this rank's experts already, (route.arriving, k), and nothing is sent first
     combines    False: y are the rows of this rank's experts, (route.arriving, n), without weights, and nothing is sent
                 back
+    needs       whether the gradients of x, w and weights will be asked for, the same on all ranks; what none of them
+                reads is neither quantized nor kept
     returns     y (tokens, n), and what experts_backward takes
 
-    Rows of no expert, which a capacity leaves behind the others, are neither read nor of any meaning. Raises ValueError
-    for delayed scaling: which tokens an expert has differs from step to step.
+    Rows of no expert, which a capacity leaves behind the others, are neither read nor of any meaning.
+
+    Raises ValueError for operands that are not the route's, and for delayed scaling: which tokens an expert has differs
+    from step to step.
     """
-    ranks, recipe, w = as_ranks(ranks), as_recipe(recipe), as_array(w, "w")
-    if recipe.delayed is not None:
-        raise ValueError(f"the recipe {recipe.name} takes amaxes of earlier steps, which experts do not keep; give the "
-                         f"recipe without delayed=")
-    if w.ndim != 3 or len(w) != route.num_local:
-        raise ValueError(f"w on {ranks} is (local, n, k) of its {route.num_local} experts, not {w.shape}")
-    if weights is not None and not combines:
-        raise ValueError(f"weights on {ranks} are those of the sum over a token's choices; give them to the layer that "
-                         f"combines")
+    ranks, recipe = as_ranks(ranks), as_recipe(recipe)
+    with ranks.agreement("experts_forward") as said:
+        x, w = as_array(x, "x"), as_array(w, "w")
+        if recipe.delayed is not None:
+            raise ValueError(f"the recipe {recipe.name} takes amaxes of earlier steps, which experts do not keep; give "
+                             f"the recipe without delayed=")
+        _check_shapes(x, w, route, ranks, dispatches)
+        if weights is not None and not combines:
+            raise ValueError(f"weights on {ranks} are those of the sum over a token's choices; give them to the layer "
+                             f"that combines")
+        weights = None if weights is None else as_weights(weights, route)
+        said += recipe, w.shape, w.dtype, x.dtype, dispatches, combines, needs
+    needs_x, needs_w, needs_weights = needs
     take = _arrived if dispatches else _here
-    gx = take(x, route, recipe, "input", ranks, seed)
-    gw = _quantized(w, None, recipe, "weight", seed)
-    rows = ops.matmul(gx, gw.T)
-    saved = SavedExperts(
-        gx.drop(rowwise=True), gw.drop(rowwise=True), route, recipe, weights, None, seed, (dispatches, combines)
+    gx = take(x, route, recipe, "input", ranks, seed, columns=needs_w)
+    gw = _quantized(w, None, recipe, "weight", seed, columns=needs_x)
+    y, back = ops.matmul(gx, gw.T), None
+    if combines:
+        back, index, _ = returned(y, route, ranks)
+        with on_device(back.device):
+            y = weighted_sum(back, (route.tokens, route.top), index, weights)
+    return y, SavedExperts(
+        gx.drop(rowwise=True) if needs_w else None, gw.drop(rowwise=True) if needs_x else None, route, recipe, weights,
+        back if needs_weights and weights is not None else None, seed, (dispatches, combines),
     )
-    if not combines:
-        return rows, saved
-    slots = returned(rows, route, ranks)
-    with on_device(slots.device):
-        chosen = None if weights is None else as_weights(weights, route)
-        y = weighted_sum(slots.reshape(-1, slots.shape[2]), (route.tokens, route.top), None, chosen)
-    return y, saved if weights is None else replace(saved, slots=slots)
 
 
-def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array, Array, Array | None]:
+def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array | None, Array | None, Array | None]:
     """The gradients of experts_forward; all ranks call it.
 
     dy       of y's shape
     returns  dx of x's shape; dw (local, n, k), zero for an expert without tokens; dweights float32 (tokens, top), None
-             where there were no weights
+             where there were no weights. None for one that experts_forward was told is not needed
+
+    Raises ValueError for a dy of another shape.
     """
-    ranks, dy, route, (dispatched, combined) = as_ranks(ranks), as_array(dy, "dy"), saved.route, saved.sent
-    take = _arrived if combined else _here
-    gdy = take(dy, route, saved.recipe, "grad_output", ranks, saved.seed, saved.weights)
-    dx, dw = ops.matmul(gdy, saved.w), ops.matmul(gdy.T, saved.x)
-    if dispatched:
-        dx = combine(dx, route, ranks)
-    if saved.slots is None:
-        return dx, dw, None
-    with on_device(dy.device):
-        return dx, dw, dots(saved.slots.reshape(-1, dy.shape[1]), dy, route.top)
+    ranks, route, (dispatched, combined) = as_ranks(ranks), saved.route, saved.sent
+    with ranks.agreement("experts_backward") as said:
+        dy = as_array(dy, "dy")
+        rows = route.tokens if combined else route.arriving
+        if dy.ndim != 2 or len(dy) != rows:
+            raise ValueError(f"dy on {ranks} has the shape of y, ({rows}, n), not {dy.shape}")
+        route.expect_here(dy, "dy")
+        said += saved.recipe, dy.dtype, saved.x is None, saved.w is None
+    dx = dw = dweights = None
+    if saved.x is not None or saved.w is not None:
+        take = _arrived if combined else _here
+        gdy = take(dy, route, saved.recipe, "grad_output", ranks, saved.seed, weights=saved.weights,
+                   rows=saved.w is not None, columns=saved.x is not None)
+        if saved.w is not None:
+            dx = ops.matmul(gdy, saved.w)
+            dx = combine(dx, route, ranks) if dispatched else dx
+        if saved.x is not None:
+            dw = ops.matmul(gdy.T, saved.x)
+    if saved.returned is not None:
+        with on_device(dy.device):
+            dweights = dots(saved.returned, dy, route.top, route.returning)
+    return dx, dw, dweights
+
+
+def _check_shapes(x: Array, w: Array, route: Route, ranks: Ranks, dispatches: bool) -> None:
+    if w.ndim != 3 or len(w) != route.num_local:
+        raise ValueError(f"w on {ranks} is (local, n, k) of its {route.num_local} experts, not {w.shape}")
+    rows, what = (route.tokens, "tokens") if dispatches else (route.arriving, "rows of its experts")
+    if x.shape != (rows, w.shape[2]):
+        raise ValueError(f"x on {ranks} is ({rows}, {w.shape[2]}), the route's {what}, and the k of w {w.shape}, not "
+                         f"{x.shape}")
+    for name, array in (("x", x), ("w", w)):
+        route.expect_here(array, name)
 
 
 def _arrived(
-    values: Any, route: Route, recipe: Recipe, role: Role, ranks: Ranks, seed: Any, weights: Any = None
+    values: Array, route: Route, recipe: Recipe, role: Role, ranks: Ranks, seed: Any, *, weights: Any = None,
+    rows: bool = True, columns: bool = True,
 ) -> GroupedArray:
-    """Tokens, or their gradients, as this rank's experts have them, in both directions."""
+    """Tokens, or their gradients, as this rank's experts have them, in the directions that are read."""
     row, column = recipe[role]
-    if can_travel(row.resolve(ops._nominal(as_array(values, "values").dtype))):
+    if can_travel(row.resolve(ops._nominal(values.dtype))):  # columns come from rows, whether these are read or not
         group = dispatch(values, route, ranks, row, weights=weights)
-        return _with_columns(group, column, seed_of(role, seed))
+        return _with_columns(group, column, seed_of(role, seed)) if columns else group
     group = dispatch(values, route, ranks, HighPrecision(), weights=weights)
     part = group.rowwise
     assert isinstance(part, GroupedPart)
-    return _quantized(part.codes, _sizes(group), recipe, role, seed)
+    return _quantized(part.codes, _sizes(group), recipe, role, seed, rows=rows, columns=columns)
 
 
 def _here(
-    values: Any, route: Route, recipe: Recipe, role: Role, ranks: Ranks, seed: Any, weights: Any = None
+    values: Array, route: Route, recipe: Recipe, role: Role, ranks: Ranks, seed: Any, *, weights: Any = None,
+    rows: bool = True, columns: bool = True,
 ) -> GroupedArray:
-    """Rows as this rank's experts have them, in both directions."""
-    values = as_array(values, "values")
-    if values.ndim != 2 or len(values) != route.arriving:
-        columns = "n" if role == "grad_output" else "k"
-        raise ValueError(f"the experts' rows on {ranks} are ({route.arriving}, {columns}), as many as were dispatched, "
-                         f"not {values.shape}")
-    return _quantized(values, route.sizes, recipe, role, seed)
+    """Rows as this rank's experts have them, in the directions that are read."""
+    return _quantized(values, route.sizes, recipe, role, seed, rows=rows, columns=columns)
 
 
-def _quantized(values: Any, sizes: Any, recipe: Recipe, role: Role, seed: Any) -> GroupedArray:
-    """Matrices as a recipe has them."""
-    (row, column), seed = recipe[role], seed_of(role, seed)
-    if recipe.source(role) == "original":
-        return grouped_quantize(values, sizes, rowwise=row, columnwise=column, seed=seed)
-    return _with_columns(grouped_quantize(values, sizes, rowwise=row, seed=seed), column, seed)
+def _quantized(
+    values: Array, sizes: Any, recipe: Recipe, role: Role, seed: Any, *, rows: bool = True, columns: bool = True
+) -> GroupedArray:
+    """Matrices as a recipe has them, in the directions that are read."""
+    (row, column), seed, derived = recipe[role], seed_of(role, seed), recipe.source(role) != "original"
+    group = grouped_quantize(
+        values, sizes, rowwise=row if rows or derived else None,
+        columnwise=column if columns and not derived else None, seed=seed,
+    )
+    return _with_columns(group, column, seed) if columns and derived else group
 
 
 def _with_columns(group: GroupedArray, format: Format, seed: Any) -> GroupedArray:

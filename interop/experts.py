@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hqarray import ops
-from hqarray.arrays import HybridArray, QuantizedArray, zeros_part
+from hqarray.arrays import HybridArray, zeros_part
 from hqarray.formats import Format, HighPrecision, as_format
 from hqarray.grouped import GroupedArray
 from hqarray.grouped_making import backend_on, grouped_quantize
@@ -52,7 +52,9 @@ class Route:
                  behind them where it is no expert's
     back         int64 (rows,): for each row that arrived, which of the experts' rows it is
     returning    int64 (slots,): for each slot, which of the rows that come back is its, or one behind them
-    found        index arrays that depend on the route alone, by name
+    tokens_leaving, slot_tokens  int64: the token of each row that is sent (where there is none, 0), and of each slot in
+                 order
+    found        index arrays that depend on the route and a format, by stream; what a graph captures is not kept
     """
 
     tokens: int
@@ -68,6 +70,8 @@ class Route:
     sources: Array
     back: Array
     returning: Array
+    tokens_leaving: Array
+    slot_tokens: Array
     found: dict[Any, Array] = field(default_factory=dict, repr=False)
 
     @property
@@ -81,22 +85,33 @@ class Route:
         return len(self.sources)
 
     @property
-    def tokens_leaving(self) -> Array:
-        """The token of each row that is sent; where there is none, 0."""
-        if not len(self.order):
-            return self.leaving
-        return self.remembered("tokens", lambda: self.order[self.leaving] // self.top)
+    def dropped(self) -> Array:
+        """int64 (ranks,), where the route lies: this rank's slots for each rank that are beyond the capacity."""
+        if self.capacity is None:
+            return namespace(self.wanted).zeros_like(self.wanted)
+        return namespace(self.wanted).maximum(self.wanted - self.capacity, 0)
 
-    @property
-    def slot_tokens(self) -> Array:
-        """The token of each sorted slot."""
-        return self.remembered("all tokens", lambda: self.order // max(self.top, 1))
+    def remembered(self, name: tuple[Any, ...], make: Callable[[], Array]) -> Array:
+        if isinstance(self.order, np.ndarray):
+            name = *name, None
+        else:
+            from hqarray.cuda_launch import is_capturing, stream_of
 
-    def remembered(self, name: Any, make: Callable[[], Array]) -> Array:
+            stream = stream_of(self.order.data.device_id)
+            if is_capturing(stream):
+                return make()
+            name = *name, stream
         array = self.found.get(name)
         if array is None:
             array = self.found[name] = make()
         return array
+
+    def expect_here(self, array: Array, what: str) -> None:
+        """Raises ValueError for an array that does not lie where the route does."""
+        where, own = ("the host" if ordinal < 0 else f"cuda:{ordinal}" for ordinal in (place(array), place(self.order)))
+        if where != own:
+            raise ValueError(f"{what} lies on {where} and the route on {own}; make_route takes choices that lie where "
+                             f"the tokens do")
 
 
 def _places(received: Array, count: int, capacity: int | None) -> tuple[Array, Array]:
@@ -115,54 +130,74 @@ def make_route(choices: Any, num_experts: int, ranks: Any, *, capacity: int | No
     choices      (tokens, top) integers, the experts of each token, below num_experts
     num_experts  on all ranks together: a multiple of their number
     capacity     None: the host reads how many rows go where (it waits for the device once) and just these are sent.
-                 Else so many rows are sent to each rank, the sizes stay on the device, and nothing synchronises; rows
-                 for a rank beyond that many are left out, and come back as zeros.
+                 Else so many rows are sent from this rank to each rank, not to each expert; the sizes stay on the
+                 device, and nothing synchronises. Slots for a rank are sent by expert: those beyond the capacity, which
+                 are of its last experts, are left out and come back as zeros; Route.dropped counts them.
 
     Raises ValueError for choices that are none; on a GPU they are not looked at.
     """
-    ranks, choices = as_ranks(ranks), as_ours(choices, "choices")
+    ranks = as_ranks(ranks)
+    with ranks.agreement("make_route") as said:
+        choices = _choices(choices, num_experts, ranks, capacity)
+        said += f"{num_experts} experts", f"capacity {capacity}"
+    with on_device(choices.device):
+        return _routed(choices, num_experts, ranks, capacity)
+
+
+def _choices(choices: Any, num_experts: int, ranks: Ranks, capacity: int | None) -> Array:
+    """The choices as an array; raises TypeError or ValueError for what is no route."""
+    choices = as_ours(choices, "choices")
     if getattr(choices, "ndim", 0) != 2 or choices.dtype.kind not in "iu":
         found = f"{getattr(choices, 'dtype', type(choices).__name__)} {getattr(choices, 'shape', '')}"
-        raise ValueError(f"choices are integers (tokens, top), not {found}")
+        raise ValueError(f"choices on {ranks} are integers (tokens, top), not {found}")
     if num_experts < 1 or num_experts % ranks.size:
         raise ValueError(f"{num_experts} experts on {ranks.size} ranks: each rank has as many; give a multiple")
     if isinstance(choices, np.ndarray) and choices.size and not 0 <= choices.min() <= choices.max() < num_experts:
         raise ValueError(f"choices on {ranks} are from {choices.min()} to {choices.max()}, the experts 0 to "
                          f"{num_experts - 1}")
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer))):
+        raise TypeError(f"capacity={capacity!r} is no number of rows for each rank; a capacity factor makes "
+                        f"math.ceil(factor * tokens * top / ranks)")
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity={capacity}: rows for each rank, 0 or more")
-    with on_device(choices.device):
-        module, flat = namespace(choices), choices.reshape(-1).astype(np.int64)
-        order = module.argsort(flat, kind="stable")
-        ends = module.searchsorted(flat[order], module.arange(num_experts), side="right")
-        lengths = _sizes_of(ends)
-        sent = lengths.reshape(ranks.size, num_experts // ranks.size)
-        wanted = sent.sum(axis=1)
-        if capacity is not None:
-            ends = module.minimum(module.cumsum(sent, axis=1), capacity)
-            sent = module.concatenate([ends[:, :1], ends[:, 1:] - ends[:, :-1]], axis=1)
-        sent = module.ascontiguousarray(sent, np.int64)
-        received = module.empty_like(sent)
-        ranks.all_to_all(sent, received)
-        shares = None
-        if capacity is None:
-            both = module.stack([sent.sum(axis=1), received.sum(axis=1)])
-            outgoing, incoming = (both.get() if hasattr(both, "get") else both).tolist()
-            shares = outgoing, incoming
-        count = sum(shares[1]) if shares is not None else ranks.size * (capacity or 0)
-        places, is_there = _places(received, count, capacity)
-        sources = places if capacity is None else module.where(is_there, places, count)
-        back = _inverse(sources, count)
-        returning, leaving = _inverse(order, len(order)), module.arange(len(order))
-        if capacity is not None:
-            row, run, _ = _runs(wanted, len(order))
-            returning = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[returning]
-            leaving = (_starts(wanted)[:, None] + module.arange(capacity)).reshape(-1)
-            leaving = module.minimum(leaving, max(len(order) - 1, 0))
-        sizes = module.ascontiguousarray(received.sum(axis=0))
+    return choices
+
+
+def _routed(choices: Array, num_experts: int, ranks: Ranks, capacity: int | None) -> Route:
+    module, flat = namespace(choices), choices.reshape(-1).astype(np.int64)
+    order = module.argsort(flat, kind="stable")
+    ends = module.searchsorted(flat[order], module.arange(num_experts), side="right")
+    lengths = _sizes_of(ends)
+    sent = lengths.reshape(ranks.size, num_experts // ranks.size)
+    wanted = sent.sum(axis=1)
+    if capacity is not None:
+        ends = module.minimum(module.cumsum(sent, axis=1), capacity)
+        sent = module.concatenate([ends[:, :1], ends[:, 1:] - ends[:, :-1]], axis=1)
+    sent = module.ascontiguousarray(sent, np.int64)
+    received = module.empty_like(sent)
+    ranks.all_to_all(sent, received)
+    shares = None
+    if capacity is None:
+        both = module.stack([sent.sum(axis=1), received.sum(axis=1)])
+        outgoing, incoming = (both.get() if hasattr(both, "get") else both).tolist()
+        shares = outgoing, incoming
+    count = sum(shares[1]) if shares is not None else ranks.size * (capacity or 0)
+    places, is_there = _places(received, count, capacity)
+    sources = places if capacity is None else module.where(is_there, places, count)
+    back = _inverse(sources, count)
+    returning, leaving = _inverse(order, len(order)), module.arange(len(order))
+    if capacity is not None:
+        row, run, _ = _runs(wanted, len(order))
+        returning = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[returning]
+        leaving = (_starts(wanted)[:, None] + module.arange(capacity)).reshape(-1)
+        leaving = module.minimum(leaving, max(len(order) - 1, 0))
+    sizes = module.ascontiguousarray(received.sum(axis=0))
     tokens, top = choices.shape
-    return Route(tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, sources, back,
-                 returning)
+    slot_tokens = order // max(top, 1)
+    return Route(
+        tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, sources, back, returning,
+        slot_tokens[leaving] if len(order) else leaving, slot_tokens,
+    )
 
 
 def _inverse(index: Array, count: int) -> Array:
@@ -207,11 +242,10 @@ def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
 
 
 def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
-    """Rows of bytes as they arrived to where they came from, and zeros behind them: route.returning names a slot's."""
-    returned = namespace(rows).empty((len(route.leaving) + 1, rows.shape[1]), rows.dtype)
-    returned[-1:] = 0
+    """Rows of bytes as they arrived to where they came from; route.returning names a slot's, or none of them."""
+    returned = namespace(rows).empty((len(route.leaving), rows.shape[1]), rows.dtype)
     sent, received = route.shares or (None, None)
-    ranks.all_to_all(rows, returned[:-1], received, sent)
+    ranks.all_to_all(rows, returned, received, sent)
     return returned
 
 
@@ -236,14 +270,13 @@ def _lines(part: GroupedPart, route: Route, side: Literal["lengths", "sizes"], c
     return Lines.of_group(part, starts, steps)
 
 
-def _rows_of(x: Array, record: Record) -> tuple[Lines, QuantizedArray | None]:
-    """The rows of a matrix in a record's format, and the part that holds them; values that fit lie as they are."""
+def _rows_of(x: Array, record: Record) -> Lines:
+    """The rows of a matrix in a record's format; values that fit lie as they are."""
     if not record.scales[1] and record.format.scaling is None and x.dtype == record.format.storage.element.dtype:
         rows = bytes_of(x)
         if rows.shape[1] == record.pitch and (isinstance(rows, np.ndarray) or rows.data.ptr % PITCH == 0):
-            return Lines(record, rows), None
-    part = ops.quantize(x, rowwise=record.format).part("rowwise").packed()
-    return Lines.of_part(part), part
+            return Lines(record, rows)
+    return Lines.of_part(ops.quantize(x, rowwise=record.format).part("rowwise").packed())
 
 
 def _member_sizes(lengths: Array, capacity: int) -> Sizes:
@@ -276,26 +309,32 @@ def dispatch(
     returns  GroupedArray of this rank's experts with a rowwise part: the bytes that grouped_quantize makes of all
              tokens on one rank
 
-    Raises ValueError for a format whose blocks are of several rows, or that rounds at random.
+    Raises ValueError for tokens or weights that are not the route's, and for a format whose blocks are of several rows,
+    or that rounds at random.
     """
-    ranks, x = as_ranks(ranks), as_array(x, "x")
-    if x.ndim != 2 or len(x) != route.tokens:
-        raise ValueError(f"x on {ranks} is (tokens, k) of the route's {route.tokens} tokens, not {x.shape}")
-    wanted = as_format(format).resolve(ops._nominal(x.dtype))
-    record = Record(wanted, x.shape[1])
+    ranks = as_ranks(ranks)
+    with ranks.agreement("dispatch") as said:
+        x = as_array(x, "x")
+        if x.ndim != 2 or len(x) != route.tokens:
+            raise ValueError(f"x on {ranks} is (tokens, k) of the route's {route.tokens} tokens, not {x.shape}")
+        route.expect_here(x, "x")
+        wanted = as_format(format).resolve(ops._nominal(x.dtype))
+        record = Record(wanted, x.shape[1])
+        weights = None if weights is None else as_weights(weights, route)
+        said += wanted, f"{x.shape[1]} columns", x.dtype
     with on_device(x.device):
-        per_expert, index = None, route.tokens_leaving if weights is None else route.leaving
+        per_expert, index = None, route.tokens_leaving
         if weights is not None:
-            x = _weighted(x, weights, route)
+            x, index = _weighted(x, weights, route), route.leaving
         if wanted.measures_amax:
             if weights is None:
                 x = take_rows(bytes_of(x), route.slot_tokens).view(x.dtype)
             per_expert = _by_expert(x, route, ranks, wanted)
             lines, index = _lines(per_expert, route, "lengths", len(x)), route.leaving
         else:
-            lines, _held = _rows_of(x, record)
-        in_order = route.capacity is None and index is route.leaving
-        arrived = _send(pack(lines, None if in_order else index), route, ranks)
+            lines = _rows_of(x, record)
+        slots_in_order = route.capacity is None and (weights is not None or per_expert is not None)
+        arrived = _send(pack(lines, None if slots_in_order else index), route, ranks)
         sizes = _member_sizes(route.sizes, route.arriving)
         group = _group_to_fill(wanted, x.shape[1], sizes, namespace(x))
         unpack(arrived, _lines(group, route, "sizes", route.arriving), route.sources)
@@ -309,18 +348,20 @@ def dispatch(
         return GroupedArray(group, None, group.sizes, columns, ops._nominal(x.dtype))
 
 
-def _weighted(x: Array, weights: Any, route: Route) -> Array:
+def _weighted(x: Array, weights: Array, route: Route) -> Array:
     """Sorted slots times their weights, rounded once to their dtype."""
-    weights = as_weights(weights, route).reshape(-1)[route.order]
+    weights = weights.reshape(-1)[route.order]
     return weighted_sum(x, (len(weights), 1), route.slot_tokens, weights[:, None])
 
 
 def as_weights(weights: Any, route: Route) -> Array:
-    """Weights as float32 (tokens, top). Raises ValueError for another shape."""
+    """Weights as float32 (tokens, top). Raises ValueError for another shape or place."""
     weights = as_array(weights, "weights")
+    route.expect_here(weights, "weights")
     if weights.shape != (route.tokens, route.top):
         raise ValueError(f"weights are {(route.tokens, route.top)}, one for each choice, not {weights.shape}")
-    return weights.astype(np.float32, copy=False)
+    with on_device(weights.device):
+        return weights.astype(np.float32, copy=False)
 
 
 def _by_expert(slots: Array, route: Route, ranks: Ranks, format: Format) -> GroupedPart:
@@ -348,42 +389,41 @@ def combine(
     weights  float32 (tokens, top) that choices are multiplied by; None: 1
     format   of the way back, each row by itself; None sends the values
     returns  (tokens, n) of y's dtype, summed in float32 in the order of the choices
+
+    Raises ValueError for rows or weights that are not the route's, and for a format with one amax for all rows.
     """
-    rows, index = _returned(y, route, ranks, format)
+    rows, index, weights = returned(y, route, ranks, weights=weights, format=format)
     with on_device(rows.device):
-        weights = None if weights is None else as_weights(weights, route)
         return weighted_sum(rows, (route.tokens, route.top), index, weights)
 
 
-def returned(y: Any, route: Route, ranks: Any, *, format: Format | str | None = None) -> Array:
-    """What came back for each choice, not summed: (tokens, top, n)."""
-    rows, index = _returned(y, route, ranks, format)
-    with on_device(rows.device):
-        slots = rows if index is None else take_rows(bytes_of(rows), index).view(rows.dtype)
-        return slots.reshape(route.tokens, route.top, rows.shape[1])
-
-
-def _returned(
-    y: Any, route: Route, ranks: Any, format: Format | str | None
-) -> tuple[Array, Array | None]:
-    """Rows that came back, and for each slot which is its own; None: they are those of the slots."""
-    ranks, y = as_ranks(ranks), as_array(y, "y")
-    if y.ndim != 2 or len(y) != route.arriving:
-        raise ValueError(f"y on {ranks} is (rows, n) of the {route.arriving} rows of dispatch's group, not {y.shape}")
-    dtype = ops._nominal(y.dtype)
-    wanted = (HighPrecision() if format is None else as_format(format)).resolve(dtype)
-    if wanted.measures_amax:
-        raise ValueError(f"{wanted.name} has one amax for all rows; the way back takes a format with scales for each "
-                         f"row, or None")
-    record = Record(wanted, y.shape[1])
+def returned(
+    y: Any, route: Route, ranks: Any, *, weights: Any = None, format: Format | str | None = None
+) -> tuple[Array, Array | None, Array | None]:
+    """What combine sums: the rows that came back, for each slot which is its own (None: in order), and the weights."""
+    ranks = as_ranks(ranks)
+    with ranks.agreement("combine") as said:
+        y = as_array(y, "y")
+        if y.ndim != 2 or len(y) != route.arriving:
+            raise ValueError(f"y on {ranks} is (rows, n) of the {route.arriving} rows of dispatch's group, not "
+                             f"{y.shape}")
+        route.expect_here(y, "y")
+        weights = None if weights is None else as_weights(weights, route)
+        dtype = ops._nominal(y.dtype)
+        wanted = (HighPrecision() if format is None else as_format(format)).resolve(dtype)
+        if wanted.measures_amax:
+            raise ValueError(f"{wanted.name} has one amax for all rows; the way back takes a format with scales for "
+                             f"each row, or None")
+        record = Record(wanted, y.shape[1])
+        said += wanted, f"{y.shape[1]} columns", y.dtype
     with on_device(y.device):
         if format is None:
-            return _send_back(take_rows(bytes_of(y), route.back), route, ranks).view(y.dtype), route.returning
-        lines, _held = _rows_of(y, record)
-        found = _send_back(pack(lines, route.back), route, ranks)
+            rows = _send_back(take_rows(bytes_of(y), route.back), route, ranks).view(y.dtype)
+            return rows, route.returning, weights
+        found = _send_back(pack(_rows_of(y, record), route.back), route, ranks)
         slots = zeros_part(wanted, (len(route.returning), y.shape[1]), namespace(y))
         unpack(found, Lines.of_part(slots), route.returning)
-        return HybridArray(slots, dtype=dtype).dequantize(), None
+        return HybridArray(slots, dtype=dtype).dequantize(), None, weights
 
 
-__all__ = ["Route", "combine", "dispatch", "make_route", "returned"]
+__all__ = ["Route", "combine", "dispatch", "make_route"]

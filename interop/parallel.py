@@ -11,22 +11,24 @@ and scales. Operands are those of one rank, byte for byte; products that are sum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 from typing import Any, Literal
 
 import numpy as np
 
-from hqarray.arrays import HybridArray
+from hqarray.arrays import DIRECTIONS, HybridArray
 from hqarray.formats import ROW, Format
 from hqarray.gemm import result_dtype
 from hqarray.grouped_parts import on_device
+from hqarray.inputs import as_array
 from hqarray.layout import Array, namespace
-from hqarray.linear import Saved, amax_of, check_amaxes, linear_backward, linear_forward, seed_of
-from hqarray.recipes import Recipe, Role, as_recipe
+from hqarray.linear import Saved, check_amaxes, linear_backward, linear_forward, operand_options
+from hqarray.recipes import ROLES, Recipe, Role, as_recipe
 from hqarray.shards import shard_alignment
 
 from .distributed import Ranks, as_ranks
-from .sharding import Sharding, all_gather, quantize_sharded
+from .sharding import Sharding, all_gather, expect_no_cut, quantize_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,16 @@ class Spread:
 
     @classmethod
     def even(
-        cls, kind: Literal["columns", "rows"], sizes: tuple[int, int, int], count: int,
+        cls, kind: Literal["columns", "rows"], sizes: tuple[int, int, int], ranks: Any,
         recipe: Recipe | Format | str,
     ) -> Spread:
-        """Nearly equal pieces for so many ranks, on the blocks of a recipe's formats."""
-        recipe = as_recipe(recipe)
+        """Nearly equal pieces on the blocks of a recipe's formats; of few blocks some ranks have none.
+
+        kind   "columns" or "rows"
+        sizes  (m, n, k) of the whole: x (m, k), w (n, k), y (m, n)
+        ranks  how many there are, or ranks as as_ranks takes them
+        """
+        recipe, count = as_recipe(recipe), ranks if isinstance(ranks, int) else as_ranks(ranks).size
         x, w, dy = (shard_alignment(rowwise=recipe[role][0], columnwise=recipe[role][1])
                     for role in ("input", "weight", "grad_output"))
         (m, n, k), is_columns = sizes, kind == "columns"
@@ -100,53 +107,69 @@ class SavedSpread:
 
 def parallel_forward(
     x: Any, w: Any, recipe: Recipe | Format | str, spread: Spread, ranks: Any, *, out_dtype: Any = None,
-    seed: Any = None, amax: Any = None,
+    seed: Any = None, amax: Any = None, needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Array, SavedSpread]:
     """The output of a linear layer that is spread over ranks; all of them call it.
 
     x, w     this rank's pieces, as the spread has them
-    recipe, out_dtype, seed, amax  as in linear_forward, the same on all ranks; amaxes are those of the whole x, w and
-             dy, and of a DelayedScaling ranks.all_reduce_max(state.current) comes before state.update()
+    recipe, out_dtype, seed, amax, needs  as in linear_forward, the same on all ranks; amaxes are those of the whole x,
+             w and dy, and of a DelayedScaling ranks.all_reduce_max(state.current) comes before state.update()
     returns  this rank's piece of y, and what parallel_backward takes
 
-    Raises ValueError on every rank where a piece cuts a block (Spread.even does not).
+    Raises ValueError on every rank where a piece cuts a block (Spread.even does not), and for pieces that are not the
+    spread's.
     """
     ranks, recipe = as_ranks(ranks), as_recipe(recipe)
-    check_amaxes(recipe, amax)
-    hx = _quantize(x, recipe, "input", spread.x, ranks, seed, amax)
-    hw = _quantize(w, recipe, "weight", spread.w, ranks, seed, amax)
+    with ranks.agreement("parallel_forward") as said:
+        check_amaxes(recipe, amax)
+        x, w = as_array(x, "x"), as_array(w, "w")
+        _check_pieces({"x": x, "w": w}, spread, ranks)
+        _check_blocks(recipe, spread)
+        said += recipe, spread, x.dtype, w.dtype, out_dtype, needs
+    hx = _quantize(x, recipe, "input", spread.x, ranks, seed, amax, columns=needs[1])
+    hw = _quantize(w, recipe, "weight", spread.w, ranks, seed, amax, columns=needs[0])
+    given = {"seed": seed, "amax": amax, "needs": needs}
     if spread.kind == "columns":
-        y, saved = linear_forward(
-            all_gather(hx, spread.x, ranks), hw, recipe, out_dtype=out_dtype, seed=seed, amax=amax
-        )
+        y, saved = linear_forward(all_gather(hx, spread.x, ranks), hw, recipe, out_dtype=out_dtype, **given)
         return y, SavedSpread(saved, spread)
     dtype = np.dtype(result_dtype(hx.dtype, hw.dtype) if out_dtype is None else out_dtype)
-    part, saved = linear_forward(hx, hw, recipe, out_dtype=np.float32, seed=seed, amax=amax)
+    part, saved = linear_forward(hx, hw, recipe, out_dtype=np.float32, **given)
     return reduce_scatter_rows(part, spread.y, ranks, dtype), SavedSpread(saved, spread)
 
 
 def parallel_backward(
     dy: Any, saved: SavedSpread, ranks: Any, *, dw: Array | None = None, seed: Any = None
-) -> tuple[Array, Array]:
+) -> tuple[Array | None, Array | None]:
     """The gradients of a layer that is spread over ranks; all of them call it.
 
     dy       this rank's piece of the gradient of y
     dw       array of the shape of this rank's w that its gradient is added to; None makes a new one
     seed     as in linear_backward
-    returns  this rank's pieces of dx and dw
+    returns  this rank's pieces of dx and dw; None for one that is not needed
     """
     ranks, spread, linear = as_ranks(ranks), saved.spread, saved.linear
+    if linear.x is None and linear.w is None:
+        return None, None
     seed = linear.seed if seed is None else seed
-    hdy = _quantize(dy, linear.recipe, "grad_output", spread.y, ranks, seed, linear.amax)
+    with ranks.agreement("parallel_backward") as said:
+        dy = as_array(dy, "dy")
+        _check_pieces({"dy": dy}, spread, ranks)
+        said += linear.recipe, spread, dy.dtype
+    hdy = _quantize(dy, linear.recipe, "grad_output", spread.y, ranks, seed, linear.amax, rows=linear.w is not None,
+                    columns=linear.x is not None)
     if spread.kind == "rows":
         return linear_backward(all_gather(hdy, spread.y, ranks), linear, dw=dw, seed=seed)
     part, dw = linear_backward(hdy, linear, dw=dw, out_dtype=np.float32, seed=seed)
+    if part is None or linear.w is None:
+        return None, dw
     return reduce_scatter_rows(part, spread.x, ranks, result_dtype(hdy.dtype, linear.w.dtype)), dw
 
 
 def reduce_scatter_rows(values: Array, sharding: Sharding, ranks: Any, dtype: Any) -> Array:
     """The sum over ranks of float32 matrices of the whole shape, this rank's rows of it, rounded once to dtype."""
     ranks = as_ranks(ranks)
+    with ranks.agreement("reduce_scatter_rows") as said:
+        said += values.shape, sharding
     sizes, rest = sharding.sizes, values.shape[1:]
     module, most = namespace(values), max(sizes)
     with on_device(values.device):
@@ -161,15 +184,42 @@ def reduce_scatter_rows(values: Array, sharding: Sharding, ranks: Any, dtype: An
         return out[: sizes[ranks.rank]].astype(dtype, copy=False)
 
 
+def _check_pieces(given: dict[str, Array], spread: Spread, ranks: Ranks) -> None:
+    """Raises ValueError for an operand that is not this rank's piece of it."""
+    for name, values in given.items():
+        sharding = spread.y if name == "dy" else getattr(spread, name)
+        if len(sharding.borders) != ranks.size + 1:
+            raise ValueError(f"this Spread has {len(sharding.borders) - 1} pieces, and {ranks} is one of {ranks.size}; "
+                             f"make it by Spread.even({spread.kind!r}, {spread.sizes}, ranks, recipe)")
+        if values.shape != sharding.piece_shape(ranks.rank):
+            flat = f"; {name}.reshape(-1, {values.shape[-1]}) is 2-D" if values.ndim > 2 else ""
+            whole = name.removeprefix("d")
+            raise ValueError(
+                f"{name} on {ranks} is {values.shape}; the Spread by {spread.kind} of (m, n, k) = {spread.sizes} has "
+                f"{sharding.piece_shape(ranks.rank)} there: of the whole {whole} {sharding.shape} a rank has "
+                f"{whole}[spread.{whole}.slices(rank)]{flat}"
+            )
+
+
+@lru_cache(maxsize=1024)
+def _check_blocks(recipe: Recipe, spread: Spread) -> None:
+    """Raises ValueError where a piece cuts a block of the recipe; looked up where none does."""
+    try:
+        for role, sharding in zip(ROLES, (spread.x, spread.w, spread.y), strict=True):
+            expect_no_cut(dict(zip(DIRECTIONS, recipe[role], strict=True)), sharding)
+    except ValueError as error:
+        raise ValueError(
+            f"the recipe {recipe.name} does not fit this Spread by {spread.kind}, which Spread.even({spread.kind!r}, "
+            f"{spread.sizes}, ranks, {recipe.name!r}) does: {error}"
+        ) from error
+
+
 def _quantize(
-    values: Any, recipe: Recipe, role: Role, sharding: Sharding, ranks: Ranks, seed: Any, amax: Any
+    values: Any, recipe: Recipe, role: Role, sharding: Sharding, ranks: Ranks, seed: Any, amax: Any, *,
+    rows: bool = True, columns: bool = True,
 ) -> HybridArray:
-    """An operand's piece, as quantize_operand quantizes the whole."""
-    row, column = recipe[role]
-    return quantize_sharded(
-        values, sharding, ranks, rowwise=row, columnwise=column, columnwise_source=recipe.source(role),
-        amax=amax_of(role, amax) if recipe.measures_amax(role) else None, seed=seed_of(role, seed),
-    )
+    """The parts of an operand's piece that are read, as quantize_operand quantizes the whole."""
+    return quantize_sharded(values, sharding, ranks, **operand_options(recipe, role, seed, amax, rows, columns))
 
 
 __all__ = ["SavedSpread", "Spread", "parallel_backward", "parallel_forward", "reduce_scatter_rows"]

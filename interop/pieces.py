@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hqarray import reference_records
 from hqarray.arrays import QuantizedArray
 from hqarray.buffers import Packed
 from hqarray.formats import Format
 from hqarray.layout import Array, BlockMajor, PartLayout, namespace, part_layout
 
 BYTES = np.dtype(np.uint8)
+
 
 class Move(NamedTuple):
     """A block of bytes from one buffer to another: so many rows of a width, pitches from row to row; offsets."""
@@ -93,16 +95,20 @@ def scalars(format: Format, shape: tuple[int, int], whole: tuple[int, int], has_
 
 
 @lru_cache(maxsize=4096)
-def unwritten(format: Format, shape: tuple[int, int]) -> tuple[Span, ...]:
-    """Bytes of a part that pieces do not write, or that are padding: they are zeroed first."""
+def unwritten(format: Format, shape: tuple[int, int], axis: int) -> tuple[Span, ...]:
+    """Bytes of a part that pieces along an axis do not write, or that are padding: they are zeroed first.
+
+    Pieces of rows bring the padding of their rows with them.
+    """
     layout = part_layout(format.storage, shape)
     codes = layout.codes
+    written = codes.nbytes * codes.outer // max(codes.rows, 1)
+    if axis == 1 and codes.columns != codes.pitch:
+        written = 0
     scales = layout.scales_offset + prod(layout.scales_shape) * layout.scales_dtype.itemsize
-    if (codes.outer, codes.columns) != (codes.rows, codes.pitch):
-        return (Span(0, layout.nbytes),)
     if sorted(layout.scales_shape) != sorted(layout.num_scales):
-        return (Span(codes.nbytes, layout.nbytes - codes.nbytes),)
-    spans = Span(codes.nbytes, layout.scales_offset - codes.nbytes), Span(scales, layout.nbytes - scales)
+        return (Span(written, layout.nbytes - written),)
+    spans = Span(written, layout.scales_offset - written), Span(scales, layout.nbytes - scales)
     return tuple(span for span in spans if span.nbytes)
 
 
@@ -115,12 +121,12 @@ def _layout(format: Format, shape: tuple[int, int]) -> PartLayout:
     return part_layout(format.storage, shape)
 
 
-def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool) -> QuantizedArray:
-    """A part that pieces are put into: its padding is zero, its codes are not where they have none."""
+def whole_part(format: Format, shape: tuple[int, int], module: Any, has_amax: bool, axis: int) -> QuantizedArray:
+    """A part that pieces along an axis are put into: padding that they do not bring is zero, codes are anything."""
     layout = _layout(format, shape)
     base = module.ndarray((layout.nbytes,), BYTES)
     buffers = Packed.of(base, layout, layout.has_global_scale, has_amax)
-    for offset, nbytes in unwritten(format, shape):
+    for offset, nbytes in unwritten(format, shape, axis):
         if isinstance(base, np.ndarray):
             base[offset : offset + nbytes] = 0
         else:
@@ -170,29 +176,25 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
 
 # --- rows ---------------------------------------------------------------------------------------
 
-WIDE = tuple(np.dtype(name) for name in ("int64", "int32", "int16"))
-
-
 def take_rows(rows: Array, index: Array) -> Array:
-    """Those rows of bytes (n, width), in one piece each; of no rows zeros."""
+    """Those rows of bytes (n, width), in one piece each; where there is no such row, zeros.
+
+    index  int64, 0 or more
+    """
+    if isinstance(rows, np.ndarray):
+        return reference_records.take(rows, index)
     module = namespace(rows)
     out: Array = module.empty((len(index), rows.shape[1]), rows.dtype)
     if not out.size:
         return out
-    if not len(rows):
-        out[...] = 0  # with a capacity something is sent, wanted or not
-        return out
-    if isinstance(rows, np.ndarray):
-        return np.take(rows, index, axis=0, out=out)
     from hqarray import cuda_records
 
     if cuda_records.take(rows, index, out):
         return out
-    for dtype in WIDE:  # a GPU moves so many bytes at once as fast as one
-        if (rows.shape[1] | rows.data.ptr) % dtype.itemsize == 0:
-            rows = rows.view(dtype)
-            break
-    module.take(rows, index, axis=0, out=out.view(rows.dtype))
+    out[...] = 0  # of rows that lie anywhere
+    if len(rows):
+        module.take(rows, module.minimum(index, len(rows) - 1), axis=0, out=out)
+        out *= (index < len(rows))[:, None]
     return out
 
 

@@ -154,17 +154,20 @@ def quantize_sharded(
     Formats with one scale may be cut anywhere; those with blocks on multiples of shard_alignment, which every rank
     checks for all pieces before anything is sent: where one would cut a block, all raise the same ValueError.
     """
-    ranks, values = as_ranks(ranks), as_array(values, "values")
-    sharding.expect(values.shape, ranks, "the piece")
-    nominal = ops._nominal(values.dtype)
-    formats: dict[Direction, Format] = {
-        direction: as_format(format).resolve(nominal)
-        for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None
-    }
-    _expect_no_cut(formats, sharding)
+    ranks = as_ranks(ranks)
+    with ranks.agreement("quantize_sharded") as said:
+        values = as_array(values, "values")
+        sharding.expect(values.shape, ranks, "the piece")
+        nominal = ops._nominal(values.dtype)
+        formats: dict[Direction, Format] = {
+            direction: as_format(format).resolve(nominal)
+            for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None
+        }
+        expect_no_cut(formats, sharding)
+        if amax is not None:
+            expect_one_amax(formats.values())
+        said += sharding, values.dtype, formats, columnwise_source, amax is None
     measuring = [format for format in formats.values() if format.measures_amax]
-    if amax is not None:
-        expect_one_amax(formats.values())
     shard = sharding.shard(ranks.rank)
     derived = columnwise_source == "rowwise_dequantized" and len(formats) == 2
     is_one_call = not derived and (len(measuring) < 2 or not any(format.storage.rht for format in measuring))
@@ -187,7 +190,8 @@ def _named(formats: dict[Direction, Format]) -> dict[str, Any]:
     return {str(direction): format for direction, format in formats.items()}
 
 
-def _expect_no_cut(formats: dict[Direction, Format], sharding: Sharding) -> None:
+def expect_no_cut(formats: dict[Direction, Format], sharding: Sharding) -> None:
+    """Raises ValueError where a piece of any rank cuts a block."""
     for direction, format in formats.items():
         _cuts_no_block(direction, format, sharding)
 
@@ -231,9 +235,11 @@ def all_gather(
     is put in place on arrival. A scale, global scale or amax of the whole matrix does not travel.
     """
     ranks = as_ranks(ranks)
-    sharding.expect(array.shape, ranks, "the piece")
-    if only is not None:
-        array.part(only, "all_gather")
+    with ranks.agreement("all_gather") as said:
+        sharding.expect(array.shape, ranks, "the piece")
+        if only is not None:
+            array.part(only, "all_gather")
+        said += sharding, only, [(direction, part.format, part.amax is None) for direction, part in array.parts()]
     gathered = {
         direction: _gather(part, sharding if direction == "rowwise" else sharding.T, ranks)
         for direction, part in array.parts() if only in (None, direction)
@@ -247,10 +253,10 @@ def all_gather(
 def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedArray:
     """A part of the whole; sharding is that of the (outer, k) matrix."""
     format = part.format
-    _expect_no_cut({"rowwise": format}, sharding)
+    expect_no_cut({"rowwise": format}, sharding)
     with on_device(part.device):
         part, module = part.packed(), namespace(part.codes)
-        whole = whole_part(format, sharding.shape, module, part.amax is not None)
+        whole = whole_part(format, sharding.shape, module, part.amax is not None, sharding.axis)
         pieces = _chunks(format, sharding, 1)[0]
         ours, all_ = memory_of_part(part), memory_of_part(whole)
         if sharding.axis == 0:
@@ -343,7 +349,7 @@ def quantize_all_gather(
             for matrices up to 16384 x 16384. Otherwise all is quantized first.
     Otherwise as in quantize_sharded; the bytes do not depend on chunks.
     """
-    ranks, values = as_ranks(ranks), as_array(values, "values")
+    ranks = as_ranks(ranks)
     direction: Direction = "rowwise" if sharding.axis == 0 else "columnwise"
     given = rowwise if sharding.axis == 0 else columnwise
     if chunks < 1:
@@ -353,13 +359,16 @@ def quantize_all_gather(
             values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
         )
         return all_gather(piece, sharding, ranks)
-    sharding.expect(values.shape, ranks, "the piece")
-    nominal = ops._nominal(values.dtype)
-    gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
-    format = gathering.format
-    if amax is not None:
-        amax = as_amax(amax, [format], values)
-    draws = as_draws(seed, [format], values)
+    with ranks.agreement("quantize_all_gather") as said:
+        values = as_array(values, "values")
+        sharding.expect(values.shape, ranks, "the piece")
+        nominal = ops._nominal(values.dtype)
+        gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
+        format = gathering.format
+        if amax is not None:
+            amax = as_amax(amax, [format], values)
+        draws = as_draws(seed, [format], values)
+        said += sharding, values.dtype, direction, format, chunks, amax is None
     with on_device(values.device):
         amax = _amax_of_all(values, {direction: format}, amax, ranks)
         whole = _gather_chunks(values, ranks, gathering, amax, draws)
@@ -385,7 +394,7 @@ def _gathering(
     format: Format, direction: Direction, sharding: Sharding, dtype: np.dtype[Any], count: int
 ) -> _Gathering:
     format, by_rows = format.resolve(dtype), direction == "rowwise"
-    _expect_no_cut({direction: format}, sharding)
+    expect_no_cut({direction: format}, sharding)
     own = sharding if by_rows else sharding.T
     chunks = _chunks(format, own, count)
     offsets = [0, *accumulate(chunk.ends[-1] for chunk in chunks)]
@@ -399,7 +408,7 @@ def _gather_chunks(
     format, shape, rank = gathering.format, gathering.own.shape, ranks.rank
     module, backend = namespace(values), backend_of(values)
     pair = (format, None) if gathering.by_rows else (None, format)
-    whole = whole_part(format, shape, module, gathering.measures)
+    whole = whole_part(format, shape, module, gathering.measures, 0)
     target, travelling, pitch = memory_of_part(whole), [], gathering.chunks[0].pitch
     count = gathering.offsets[-1] if gathering.has_scales else max(chunk.sizes[rank] for chunk in gathering.chunks)
     arrived = memory_of(module.ndarray((count,), BYTES))

@@ -119,9 +119,9 @@ def on_torch(device: Any) -> AbstractContextManager[None]:
 
 
 def after_cupy(device: Any) -> None:
-    """Make torch's current stream wait for what CuPy's was given before."""
+    """Make torch's current stream wait for what CuPy's was given before, unless it captures a graph."""
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         _cuda().order(torch.cuda.current_device() if device.index is None else device.index, torch_first=False)
 
 

@@ -9,6 +9,7 @@ backward pass reads is saved with save_for_backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch  # noqa: TID253  this module names torch
@@ -17,11 +18,11 @@ from hqarray.arrays import HybridArray
 from hqarray.formats import Format
 from hqarray.grouped import GroupedArray
 from hqarray.linear import Saved
-from hqarray.recipes import Recipe, as_recipe
+from hqarray.recipes import ROLES, Recipe, as_recipe
 
 from .distributed import as_ranks
 from .expert_linear import SavedExperts, experts_backward, experts_forward
-from .experts import Route
+from .experts import Route, as_weights
 from .parallel import SavedSpread, Spread, parallel_backward, parallel_forward
 from .torch_arrays import after_cupy, as_array, as_tensor, on_torch
 from .torch_linear import FORWARD, _backward, _checked, _expect_no_transform, _of_type, _restored, _save
@@ -43,7 +44,9 @@ def parallel_linear(
         return _eager_parallel_linear(x, w, recipe, spread, ranks, seed=seed, amax=amax)
     _expect_no_transform()
     x, w, _ = _checked(x, w, None)
-    return _ParallelLinear.apply(x, w, as_recipe(recipe), spread, as_ranks(ranks), _ours(seed), _ours(amax))
+    recipe, needs = as_recipe(recipe), _needs(x, w)
+    _expect_seed(recipe, seed, needs)
+    return _ParallelLinear.apply(x, w, recipe, spread, as_ranks(ranks), _own(seed), _own(amax), needs)
 
 
 def experts_linear(
@@ -73,8 +76,10 @@ def experts_linear(
     if weights is not None and (not isinstance(weights, torch.Tensor) or weights.device != x.device):
         found = f"on {weights.device}" if isinstance(weights, torch.Tensor) else type(weights).__name__
         raise TypeError(f"weights are a torch.Tensor on {x.device} as x is, not {found}")
+    recipe, needs = as_recipe(recipe), _needs(x, w, weights)
+    _expect_seed(recipe, seed, needs)
     return _ExpertsLinear.apply(
-        x, w, weights, route, as_recipe(recipe), as_ranks(ranks), _ours(seed), (dispatches, combines)
+        x, w, weights, route, recipe, as_ranks(ranks), _own(seed), (dispatches, combines), needs
     )
 
 
@@ -83,27 +88,51 @@ _eager_parallel_linear = torch._disable_dynamo(parallel_linear)
 _eager_experts_linear = torch._disable_dynamo(experts_linear)
 
 
-def _ours(value: Any) -> Any:
-    return as_array(value) if isinstance(value, torch.Tensor) else value
+def _needs(*tensors: Any) -> tuple[bool, ...]:
+    """Whether the gradients of tensors, or None, will be asked for."""
+    records = torch.is_grad_enabled()
+    return tuple(records and tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _expect_seed(recipe: Recipe, seed: Any, needs: tuple[bool, ...]) -> None:
+    """Raises ValueError before anything is sent where a seed is missing, that of gradients included."""
+    roles = ROLES if any(needs) else ROLES[:2]
+    if seed is None and any(recipe.stochastic(role) for role in roles):
+        raise ValueError(f"the recipe {recipe.name} rounds at random and needs seed=, the same on all ranks and "
+                         f"another one for each call")
+
+
+def _own(value: Any) -> Any:
+    """An array of a tensor's values as they are now: the caller may change it before the backward pass."""
+    return as_array(value.clone()) if isinstance(value, torch.Tensor) else value
+
+
+def _output(array: Any) -> Any:
+    """A tensor over an array, which is no view in the eyes of autograd and may be changed in place."""
+    return as_tensor(array).detach()
 
 
 class _ParallelLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, x: Any, w: Any, recipe: Recipe, spread: Spread, ranks: Any, seed: Any, amax: Any
+        ctx: Any, x: Any, w: Any, recipe: Recipe, spread: Spread, ranks: Any, seed: Any, amax: Any,
+        needs: tuple[bool, bool],
     ) -> Any:
-        after_cupy(x.device)  # which may still be at work on the route, a seed or amaxes
+        after_cupy(x.device)  # which may still be at work on a seed or amaxes
         with on_torch(x.device):
-            y, saved = parallel_forward(as_array(x), as_array(w), recipe, spread, ranks, seed=seed, amax=amax)
+            y, saved = parallel_forward(
+                as_array(x), as_array(w), recipe, spread, ranks, seed=seed, amax=amax, needs=needs
+            )
             held = saved.linear.x, saved.linear.w
-            _save(ctx, [array.columnwise for array in held], ())
-        ctx.about = [(array.shape, array.dtype, array.derived) for array in held]
-        ctx.given, ctx.spread, ctx.ranks, ctx.types = (recipe, seed, amax), spread, ranks, (x.dtype, w.dtype)
-        return as_tensor(y)
+            _save(ctx, [None if array is None else array.columnwise for array in held], ())
+        ctx.about = [None if array is None else (array.shape, array.dtype, array.derived) for array in held]
+        ctx.given = recipe, saved.linear.shapes, seed, amax
+        ctx.spread, ctx.ranks, ctx.types = spread, ranks, (x.dtype, w.dtype)
+        return _output(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_parallel_gradients, ctx, dy), None, None, None, None, None)
+        return (*_backward(_parallel_gradients, ctx, dy), *[None] * 6)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -112,36 +141,42 @@ class _ParallelLinear(torch.autograd.Function):  # type: ignore[misc]
 
 def _parallel_gradients(ctx: Any, dy: Any) -> tuple[Any, Any]:
     with on_torch(dy.device):
-        x, w = (HybridArray(None, part, *about)
+        x, w = (None if about is None else HybridArray(None, part, *about)
                 for part, about in zip(_restored(ctx, ctx.saved_tensors), ctx.about, strict=True))
         saved = SavedSpread(Saved(x, w, *ctx.given), ctx.spread)
-        dx, dw = parallel_backward(as_array(dy), saved, ctx.ranks)
-    return _of_type(as_tensor(dx), ctx.types[0]), _of_type(as_tensor(dw), ctx.types[1])
+        return _typed(parallel_backward(as_array(dy), saved, ctx.ranks), ctx.types)
+
+
+def _typed(gradients: Sequence[Any], dtypes: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays, or None, as tensors of the dtypes of what they are gradients of."""
+    return tuple(None if gradient is None else _of_type(as_tensor(gradient), dtype)
+                 for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
 class _ExpertsLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any, x: Any, w: Any, weights: Any, route: Route, recipe: Recipe, ranks: Any, seed: Any,
-        sent: tuple[bool, bool],
+        sent: tuple[bool, bool], needs: tuple[bool, bool, bool],
     ) -> Any:
-        after_cupy(x.device)  # which may still be at work on the route, a seed or amaxes
+        after_cupy(x.device)  # which may still be at work on the route or a seed
         with on_torch(x.device):
             given = None if weights is None else as_array(weights)
             y, saved = experts_forward(
                 as_array(x), as_array(w), route, recipe, ranks, weights=given, seed=seed, dispatches=sent[0],
-                combines=sent[1],
+                combines=sent[1], needs=needs,
             )
-            slots = None if saved.slots is None else as_tensor(saved.slots)
-            _save(ctx, [group.columnwise for group in (saved.x, saved.w)], (weights, slots))
-        ctx.axes = [(group.rows, group.columns, group.dtype) for group in (saved.x, saved.w)]
+            held = saved.x, saved.w
+            back = None if saved.returned is None else as_tensor(saved.returned)
+            _save(ctx, [None if group is None else group.columnwise for group in held], (weights, back))
+        ctx.axes = [None if group is None else (group.rows, group.columns, group.dtype) for group in held]
         ctx.given, ctx.ranks = (route, recipe, seed, sent), ranks
         ctx.types = x.dtype, w.dtype, None if weights is None else weights.dtype
-        return as_tensor(y)
+        return _output(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return (*_backward(_experts_gradients, ctx, dy), None, None, None, None, None)
+        return (*_backward(_experts_gradients, ctx, dy), *[None] * 6)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -150,14 +185,15 @@ class _ExpertsLinear(torch.autograd.Function):  # type: ignore[misc]
 
 def _experts_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
     with on_torch(dy.device):
-        *parts, weights, slots = _restored(ctx, ctx.saved_tensors)
-        x, w = (GroupedArray(None, part, *axes) for part, axes in zip(parts, ctx.axes, strict=True))
+        *parts, weights, back = _restored(ctx, ctx.saved_tensors)
+        x, w = (None if axes is None else GroupedArray(None, part, *axes)
+                for part, axes in zip(parts, ctx.axes, strict=True))
         route, recipe, seed, sent = ctx.given
-        saved = SavedExperts(x, w, route, recipe, _ours(weights), _ours(slots), seed, sent)
-        dx, dw, dweights = experts_backward(as_array(dy), saved, ctx.ranks)
-    found = (None if gradient is None else as_tensor(gradient) for gradient in (dx, dw, dweights))
-    dx, dw, dweights = (_of_type(gradient, dtype) for gradient, dtype in zip(found, ctx.types, strict=True))
-    return dx, dw, dweights
+        weights, back = (None if tensor is None else as_array(tensor) for tensor in (weights, back))
+        if weights is not None:
+            weights = as_weights(weights, route)
+        saved = SavedExperts(x, w, route, recipe, weights, back, seed, sent)
+        return _typed(experts_backward(as_array(dy), saved, ctx.ranks), ctx.types)
 
 
 __all__ = ["experts_linear", "parallel_linear"]

@@ -82,6 +82,8 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
     for dtype in DTYPES:
         yield Specialisation(f"combine {dtype}", traits.combine_launch(dtype).source, True)
         yield Specialisation(f"dot {dtype}", traits.dot_launch(dtype, dtype).source, True)
+        if dtype != "float32":  # a gradient beside what it is of
+            yield Specialisation(f"dot {dtype} with float32", traits.dot_launch(dtype, "float32").source, True)
     yield from _around_a_gemm(storages)
     if "bfloat16" in dtypes:
         yield from _of_groups(formats, storages)

@@ -1,5 +1,6 @@
-// Dot: grid (1, slots, slots again), a block of 256 threads for each slot. OUT[t, j] = VALUES[t, j] . OTHER[t], products and
-// sums in float32, 4 columns a thread at a time and then over the block: always in the same order.
+// Dot: grid (1, slots, slots again), a block of 256 threads for each slot. OUT[t, j] = VALUES[index[t, j]] . OTHER[t],
+// products and sums in float32, 4 columns a thread at a time and then over the block: always in the same order. Where there
+// is no such row the product is 0.
 //
 // Generated before this text: Value and Other (types).
 #include "columns.cuh"
@@ -9,7 +10,8 @@ namespace hq {
 
 struct DotArguments {
     const char* values;
-    i64 row_bytes;
+    i64 row_bytes, rows;
+    const i64* index;  // null: in order
     const char* other;
     i64 other_row_bytes;
     float* out;
@@ -23,11 +25,12 @@ extern "C" __global__ void __launch_bounds__(256) hq_dot(const __grid_constant__
     __shared__ float sums[THREADS / 32];
     const i64 slot = row_tile();
     if (slot >= a.slots) return;
-    const char* values = a.values + slot * a.row_bytes;
+    const i64 row = a.index ? a.index[slot] : slot;
+    const char* values = a.values + row * a.row_bytes;
     const char* other = a.other + slot / a.choices * a.other_row_bytes;
     float sum = 0.0f;
 #pragma unroll 4
-    for (i64 column = threadIdx.x * COLUMNS; column < a.columns; column += THREADS * COLUMNS) {
+    for (i64 column = threadIdx.x * COLUMNS; column < a.columns && row < a.rows; column += THREADS * COLUMNS) {
         const int count = a.columns - column < COLUMNS ? int(a.columns - column) : COLUMNS;
         float left[COLUMNS], right[COLUMNS];
         load_columns<Value>(values + column * Value::size, left, count);

@@ -7,8 +7,9 @@ from functools import cache
 
 import numpy as np
 
+import hqarray as hq
 from hqarray import testing
-from hqarray.interop.distributed import CollectiveError, exchange
+from hqarray.interop.distributed import CollectiveError, as_ranks, exchange
 from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.parallel import parallel_backward, parallel_forward
@@ -109,10 +110,37 @@ def gather_on_a_gpu(ranks):
     return "all were there"
 
 
-def changed_piece(ranks, sharding):
+def changed_piece(ranks, sharding, check):
     """The last rank holds another number of rows than was agreed on."""
     rows = 4 + (ranks.rank == ranks.size - 1)
-    quantize_sharded(here(ranks, np.ones((rows, 64), np.float32)), sharding, ranks, rowwise="fp8_e4m3")
+    quantize_sharded(here(ranks, np.ones((rows, 64), np.float32)), sharding, as_ranks(ranks, check=check),
+                     rowwise="fp8_e4m3")
+
+
+def unlike_calls(ranks, what):
+    """Rank 0 gives something else to a call than the others."""
+    ranks, first = as_ranks(ranks, check=True), ranks.rank == 0
+    x = here(ranks, np.ones((32, 64), np.float32))
+    sharding = Sharding((32 * ranks.size, 64), tuple(range(0, 32 * ranks.size + 1, 32)))
+    route = make_route(here(ranks, np.full((32, 1), ranks.rank)), ranks.size, ranks, capacity=32)
+    if what == "format":
+        quantize_all_gather(x, sharding, ranks, rowwise="mxfp8" if first else "mxfp8_e5m2")
+    elif what == "direction":
+        all_gather(hq.quantize(x, rowwise="mxfp8", columnwise="mxfp8"), sharding, ranks,
+                   only="rowwise" if first else None)
+    elif what == "capacity":
+        make_route(here(ranks, np.zeros((32, 1), np.int64)), ranks.size, ranks, capacity=8 if first else None)
+    elif what == "columns":
+        dispatch(x[:, :32].copy() if first else x, route, ranks, "mxfp8")
+    elif what == "dtype":
+        combine(here(ranks, np.ones((route.arriving, 4), np.float16 if first else np.float32)), route, ranks)
+    elif what == "call":
+        if first:
+            dispatch(x, route, ranks, "mxfp8")
+        else:
+            quantize_sharded(x, sharding, ranks, rowwise="mxfp8")
+    elif what == "refusal":
+        make_route(here(ranks, np.zeros((32, 1), np.float32 if first else np.int64)), ranks.size, ranks)
 
 
 # --- a linear layer -----------------------------------------------------------------------------
@@ -261,8 +289,9 @@ def torch_expert_layer(ranks, recipe, capacity, weighted=True):
     return [host(as_array(value)) for value in (y, *(leaf.grad for leaf in leaves))]
 
 
-def unlike_tokens(ranks):
+def unlike_tokens(ranks, check):
     """The last rank's tokens are not those of its route."""
+    ranks = as_ranks(ranks, check=check)
     x, choices, *_ = tokens_of(0)
     route = make_route(choices, EXPERTS, ranks)
     dispatch(x[: len(x) - (ranks.rank == ranks.size - 1)], route, ranks, "fp8_e4m3")

@@ -229,6 +229,8 @@ def test_a_piece_of_another_shape_is_refused_with_rank_and_remedy():
 def test_what_is_no_engine_is_refused():
     with pytest.raises(TypeError, match="not int; Alone"):
         as_ranks(3)
+    with pytest.raises(TypeError, match="-100, which new_group gives a process that is not in the group"):
+        as_ranks(-100)
     with pytest.raises(ValueError, match="init_process_group"):
         as_ranks(None)
     with pytest.raises(ValueError, match=r"all_gather on rank 0 of 1 .*\(2, 3\) float32, \(3, 3\) float32"):
@@ -269,7 +271,7 @@ def test_who_waits_for_a_rank_with_nccl_is_ended_by_its_watchdog_which_says_what
             pool.kill(1)
         else:  # the other rank has a piece that it refuses
             with pytest.raises(Failed, match=r"ValueError: the piece on rank 1 of 2 .* is \(5, 64\)"):
-                pool.run(rank_work.changed_piece, Sharding((8, 64), (0, 4, 8)), ranks=[1])
+                pool.run(rank_work.changed_piece, Sharding((8, 64), (0, 4, 8)), False, ranks=[1])
         start = time.monotonic()
         with pytest.raises((Failed, EOFError, ConnectionError)):
             pool.run(rank_work.gather_on_a_gpu, ranks=[0])
@@ -278,11 +280,37 @@ def test_who_waits_for_a_rank_with_nccl_is_ended_by_its_watchdog_which_says_what
         assert "OpType=" in said and "rank 0" in said.lower(), said
 
 
+@pytest.mark.parametrize(("what", "words"), [
+    ("format", ["quantize_all_gather", "MX(element='e4m3'", "MX(element='e5m2'"]),
+    ("direction", ["all_gather", "'rowwise'"]), ("capacity", ["make_route", "capacity 8", "capacity None"]),
+    ("columns", ["dispatch", "32 columns", "64 columns"]), ("dtype", ["combine", "float16", "float32"]),
+    ("call", ["dispatch: ", "quantize_sharded: "]),
+])
+def test_calls_that_do_not_go_together_are_refused_on_every_rank_before_anything_is_sent(what, words, pool):
+    with pytest.raises(Failed) as caught:
+        pool.run(rank_work.unlike_calls, what)
+    assert len(caught.value.messages) == pool.size
+    for rank, message in caught.value.messages.items():
+        assert message.startswith("CollectiveError: ") and f"on rank {rank} of {pool.size}" in message
+        assert all(word in message for word in words), message
+    pool.run(rank_work.unlike_calls, "nothing")  # the group still serves
+
+
+def test_what_one_rank_refuses_the_others_are_told(pool):
+    with pytest.raises(Failed) as caught:
+        pool.run(rank_work.unlike_calls, "refusal")
+    assert caught.value.messages[0].startswith("ValueError: choices on rank 0")
+    for rank in range(1, pool.size):
+        assert f"make_route on rank {rank} of {pool.size}" in caught.value.messages[rank]
+        assert "rank 0 refused: ValueError: choices on rank 0" in caught.value.messages[rank]
+    pool.run(rank_work.unlike_calls, "nothing")
+
+
 def test_a_piece_that_changed_behind_its_sharding_ends_with_an_error_on_every_rank_and_no_hang():
     with Pool(2, engine_timeout=PATIENCE) as pool:
         start = time.monotonic()
         with pytest.raises(Failed) as caught:
-            pool.run(rank_work.changed_piece, Sharding((8, 64), (0, 4, 8)))
+            pool.run(rank_work.changed_piece, Sharding((8, 64), (0, 4, 8)), False)
         assert time.monotonic() - start < 10 * PATIENCE
         changed, waiting = caught.value.messages[1], caught.value.messages[0]
         assert changed.startswith("ValueError: the piece on rank 1 of 2") and "(5, 64)" in changed

@@ -188,6 +188,6 @@ def test_what_is_no_dispatch_is_refused(call, message):
 def test_tokens_that_are_not_the_routes_end_with_an_error_on_every_rank_and_no_hang():
     with Pool(2, engine_timeout=PATIENCE) as two:
         with pytest.raises(Failed) as caught:
-            two.run(rank_work.unlike_tokens)
+            two.run(rank_work.unlike_tokens, False)
         assert "ValueError: x on rank 1 of 2" in str(caught.value)
         assert "CollectiveError: all_reduce_max failed on rank 0 of 2" in str(caught.value)

@@ -88,8 +88,8 @@ class Fibers:
                                         None if weights is None else Placed(np.ascontiguousarray(weights)))
         return sums.values
 
-    def dots(self, rows, other, choices):
-        return self.module.dots(Placed(rows), Placed(other), choices).values
+    def dots(self, rows, other, choices, index=None):
+        return self.module.dots(Placed(rows), Placed(other), choices, self.place(index)).values
 
 
 class Gpu:
@@ -117,8 +117,8 @@ class Gpu:
     def weighted_sum(self, rows, shape, index=None, weights=None):
         return weighted_sum(self.place(rows), shape, self.place(index), self.place(weights)).get()
 
-    def dots(self, rows, other, choices):
-        return dots(self.place(rows), self.place(other), choices).get()
+    def dots(self, rows, other, choices, index=None):
+        return dots(self.place(rows), self.place(other), choices, self.place(index)).get()
 
 
 ENGINES = ["numpy", pytest.param("g++", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")),
@@ -272,6 +272,11 @@ def test_dots_are_within_the_bound_of_float32_sums(choices, columns, dtype, othe
     found = engine.dots(rows, tokens, choices)
     assert found.dtype == np.float32 and found.shape == (5, choices)
     assert (np.abs(found - terms.sum(axis=2)) <= (columns + 2) * 2.0**-24 * np.abs(terms).sum(axis=2)).all()
+    order = np.random.default_rng(1).permutation(5 * choices)
+    index = np.argsort(order)
+    moved = np.where(index == order[0], 5 * choices, index)  # the row of one slot is not there
+    wanted = np.where(np.arange(5 * choices) == np.flatnonzero(index == order[0])[0], 0, found.reshape(-1))
+    np.testing.assert_array_equal(engine.dots(aligned(rows[order]), tokens, choices, moved).reshape(-1), wanted)
 
 
 def test_of_no_tokens_there_are_no_dots(engine):
