@@ -168,6 +168,7 @@ def _report(options: argparse.Namespace) -> int:
         raise UsageError(f"no 2-D float array in {', '.join(options.files)}{reasons if operands.notes else ''}")
 
     with ExitStack() as stack:
+        _interrupt_when_terminated(stack)
         bar = _Bar(stack, count_steps(operands, selection))
         try:
             report = study(operands, selection, bar, jobs=jobs, paths=options.files)
@@ -375,7 +376,7 @@ def _array_module(device: str) -> Any:
 
 
 def _interrupt_when_terminated(stack: ExitStack) -> None:
-    """SIGTERM ends the work as Ctrl-C does, so that no temporary file is left."""
+    """SIGTERM ends the work as Ctrl-C does, so that no temporary file and no process is left."""
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         stack.callback(signal.signal, signal.SIGTERM, before)

@@ -110,13 +110,13 @@ def _quantize(
     backend = backend_on(place(matrix) < 0)
     rowwise, columnwise = backend.quantize_groups(matrix, rows, *formats, whole, parts, noop, draws, record)
     columns = Sizes.uniform(rows.num_groups, matrix.shape[1])
-    return unchecked(rowwise, columnwise, rows, columns, ops._nominal(matrix.dtype))
+    return unchecked(rowwise, columnwise, rows, columns, ops.nominal_dtype(matrix.dtype))
 
 
 def _resolve(rowwise: Any, columnwise: Any, dtype: np.dtype[Any], wanted_by: str) -> Formats:
     if rowwise is None and columnwise is None:
         raise ValueError(f"{wanted_by} needs rowwise=, columnwise= or both, for example rowwise='mxfp8'")
-    nominal = ops._nominal(dtype)
+    nominal = ops.nominal_dtype(dtype)
     row, column = (None if f is None else as_format(f).resolve(nominal) for f in (rowwise, columnwise))
     return row, column
 
@@ -222,7 +222,7 @@ def from_stacked(
     memory = memory_of(values.reshape(-1).view(np.uint8))
     part = GroupedPart(row, layout_of(row, "outer", k, rows), rows, memory, False)
     other = None if column is None else grouped_quantize(values, columnwise=column, seed=seed).columnwise
-    return GroupedArray(part, other, rows, columns, ops._nominal(values.dtype))
+    return GroupedArray(part, other, rows, columns, ops.nominal_dtype(values.dtype))
 
 
 def _is_own_memory(values: Array, format: Format) -> bool:

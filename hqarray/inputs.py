@@ -182,15 +182,9 @@ def taken(amax: Any, formats: Iterable[Format | None]) -> Any:
 def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
     """A caller's amax as float32 (1,) where the values are. Raises where no format has one amax per matrix."""
     amax = taken(amax, formats)
-    if not any(format.measures_amax for format in formats):
-        names = ", ".join(format.name for format in formats)
-        raise ValueError(
-            f"amax= is for formats with one amax per matrix (FP8, NVFP4), and {names} "
-            f"{'has' if len(formats) == 1 else 'have'} none; leave it out"
-        )
+    expect_amaxes(formats)
     if not isinstance(amax, (int, float, np.generic)) and not hasattr(amax, "__dlpack__") and hasattr(amax, "update"):
         raise ValueError("amax is one float32, not a whole DelayedScaling; pass the matrix's slot, state[0]")
-    expect_one_amax(formats)
     if isinstance(amax, (int, float, np.floating, np.integer)) and not isinstance(amax, bool):
         number = float(amax)
         with np.errstate(over="ignore"):
@@ -203,6 +197,25 @@ def as_amax(amax: Any, formats: list[Format], values: Array) -> Array:
         raise ValueError(f"amax is one float32 (hq.amax(x) makes it), not {dtype} of shape {shape}")
     _expect_place("amax", array, values)
     return array.reshape(1)
+
+
+def expect_amaxes(formats: list[Format]) -> None:
+    """Raises ValueError where no format has one amax per matrix, or two have different ones."""
+    if not any(format.measures_amax for format in formats):
+        names = ", ".join(format.name for format in formats)
+        raise ValueError(
+            f"amax= is for formats with one amax per matrix (FP8, NVFP4), and {names} "
+            f"{'has' if len(formats) == 1 else 'have'} none; leave it out"
+        )
+    expect_one_amax(formats)
+
+
+def expect_source(columnwise_source: str, rowwise: Any, columnwise: Any) -> None:
+    """Raises ValueError for a source of columns that is none, or is not there."""
+    if columnwise_source not in ("original", "rowwise_dequantized"):
+        raise ValueError(f"columnwise_source={columnwise_source!r} is not 'original' or 'rowwise_dequantized'")
+    if columnwise_source == "rowwise_dequantized" and rowwise is None and columnwise is not None:
+        raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
 
 
 def expect_one_amax(formats: Iterable[Format | None]) -> None:

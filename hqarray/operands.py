@@ -147,12 +147,27 @@ def _read_npz(path: Path) -> Iterator[tuple[str, Values | str]]:
             yield name.removesuffix(".npy"), array
 
 
+def _itemsize(type: str) -> float:
+    """Bytes of an element, half ones of FP4."""
+    return TYPES[type].bits / 8 if type in TYPES else 0
+
+
+def _is_no_float(type: str) -> bool:
+    dtype = TYPES[type].dtype if type in TYPES else None
+    return dtype is None or (dtype.itemsize == 1 and dtype.kind not in "iub")
+
+
 def _read_safetensors(path: Path) -> Iterator[tuple[str, Values | str]]:
     file = TensorFile.open(path)
+    codes = {name: name.removesuffix("_packed").removesuffix(".codes")
+             for name, tensor in file.tensors.items() if _itemsize(tensor.type) < 2}
     for name, tensor in file.tensors.items():
-        dtype = TYPES[tensor.type].dtype if tensor.type in TYPES else None
-        if dtype is None or (dtype.itemsize == 1 and dtype.kind not in "iub"):
-            yield name, f"{tensor.type} is not a float type this quantizes"
+        of = [code for code, stem in codes.items()
+              if code != name and name.startswith((f"{stem}_", f"{stem}.")) and "scale" in name[len(stem) :]]
+        if of:
+            yield name, f"it is a scale of the quantized {of[0]}"
+        elif _is_no_float(tensor.type):
+            yield name, f"{tensor.type} is not a float type this quantizes; hqarray.interop.safetensors.load decodes it"
         elif len(tensor.shape) != 2 and tensor.begin < tensor.end:
             yield name, f"{len(tensor.shape)}-D"
         else:

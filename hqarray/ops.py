@@ -25,6 +25,7 @@ from .inputs import (
     backend_of,
     backend_of_type,
     expect_same_place,
+    expect_source,
     recorded,
 )
 from .layout import Array
@@ -69,9 +70,8 @@ def quantize(
     values = as_array(values, "values")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise=, columnwise= or both, for example rowwise='mxfp8'")
-    if columnwise_source not in ("original", "rowwise_dequantized"):
-        raise ValueError(f"columnwise_source={columnwise_source!r} is not 'original' or 'rowwise_dequantized'")
-    dtype = _nominal(values.dtype)
+    expect_source(columnwise_source, rowwise, columnwise)
+    dtype = nominal_dtype(values.dtype)
     row = None if rowwise is None else as_format(rowwise).resolve(dtype)
     column = None if columnwise is None else as_format(columnwise).resolve(dtype)
     formats = [format for format in (row, column) if format is not None]
@@ -81,8 +81,6 @@ def quantize(
     backend = backend_of(matrix)
     derived: Direction | None = None
     if columnwise_source == "rowwise_dequantized" and column is not None:
-        if row is None:
-            raise ValueError("columnwise_source='rowwise_dequantized' needs rowwise= as well")
         derived = "columnwise"
     rows, columns = backend.quantize_parts(matrix, row, column, derived, whole, draws, recorded(amax))
     array = HybridArray(rows, columns, values.shape, dtype, derived)
@@ -98,7 +96,7 @@ def _gpu_of(kind: type) -> ModuleType | None:
     return None if backend is reference else backend
 
 
-def _nominal(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def nominal_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
@@ -139,7 +137,7 @@ def amax(values: Any, format: Format | str | None = None) -> Array:
     """
     values = as_array(values, "values")
     matrix = as_matrix(values, "values")
-    if format is None or not as_format(format).resolve(_nominal(values.dtype)).storage.rht:
+    if format is None or not as_format(format).resolve(nominal_dtype(values.dtype)).storage.rht:
         return backend_of(matrix).amax(matrix)
     measured = quantize(matrix, rowwise=format, seed=0).part("rowwise", "amax").amax
     if measured is None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+GRACE = 2.0
+"""Seconds that a process has to end in before it is killed."""
 
 
 class WorkerDied(RuntimeError):
@@ -29,7 +35,7 @@ def in_processes(call: Callable[..., Result], work: Sequence[tuple[Any, ...]], j
     before = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(
         jobs, mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the one that asked
+        initializer=_serve,
     )
     try:
         futures = [executor.submit(call, *arguments) for arguments in work]
@@ -41,9 +47,31 @@ def in_processes(call: Callable[..., Result], work: Sequence[tuple[Any, ...]], j
         executor.shutdown()
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - before:
-            process.terminate()
+        _end(set(multiprocessing.active_children()) - before)
         raise
+
+
+def _serve() -> None:
+    """What a worker does first: Ctrl-C is for the one that asked, and without that one there is nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_it() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
+
+
+def _end(processes: Iterable[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():  # stopped, so that it does not hear
+            process.kill()
 
 
 __all__ = ["WorkerDied", "in_processes"]

@@ -74,10 +74,12 @@ def dots(rows: Values, other: Values, choices: int, index: Index | None) -> Floa
     """See record_ops.dots."""
     tokens = len(other)
     index = np.arange(tokens * choices) if index is None else index
-    products = np.empty((tokens, choices), np.float32)
+    products = np.zeros((tokens, choices), np.float32)
     for choice in range(choices):
-        product = take(rows, index[choice::choices]).astype(np.float32) * other.astype(np.float32)
-        products[:, choice] = product.sum(axis=1)
+        slots = index[choice::choices]
+        there = slots < len(rows)
+        product = rows[slots[there]].astype(np.float32) * other[there].astype(np.float32)
+        products[there, choice] = product.sum(axis=1)
     return products
 
 

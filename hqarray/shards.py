@@ -100,7 +100,7 @@ def quantize_shard(
     ends = tuple(first + n for first, n in zip(shard.first, values.shape, strict=True))
     if any(end > whole for end, whole in zip(ends, shard.shape, strict=True)):
         raise ValueError(f"values of {values.shape} at {shard.first} reach beyond the matrix {shard.shape}")
-    formats = {direction: as_format(format).resolve(ops._nominal(values.dtype))
+    formats = {direction: as_format(format).resolve(ops.nominal_dtype(values.dtype))
                for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None}
     for direction, format in formats.items():
         expect_whole_blocks(format, direction, shard, ends)

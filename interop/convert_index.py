@@ -26,9 +26,21 @@ def plan_index(index: Index, target: Target) -> list[Plan]:
         for name, tensor in one.checkpoint.file.tensors.items():
             if tensor.type in CODE_TYPES:
                 _expect_scales_beside(index, name)
+    _expect_names_once(plans, index)
     if not any(wanted for one in plans for *_, wanted in one.jobs):
         raise ValueError(f"{index.path}: {left_out(plans[0])}" if plans else f"{index.path}: it names no file")
     return plans
+
+
+def _expect_names_once(plans: Sequence[Plan], index: Index) -> None:
+    """Raises ValueError for a tensor that would be in two files, of which the index names one."""
+    seen: dict[str, str] = {}
+    for one, file in zip(plans, index.names, strict=True):
+        for tensor in one.planned:
+            other = seen.setdefault(tensor, file)
+            if other != file:
+                raise ValueError(f"{index.path}: a tensor {tensor!r} would be in {other} and in {file}; rename one in "
+                                 f"its source, or leave its weight out (--match)")
 
 
 def _expect_scales_beside(index: Index, codes: str) -> None:
@@ -54,12 +66,14 @@ def convert_index(
     jobs     processes, each of which has one weight in memory at a time
     """
     written = Path(written)
+    if written.suffix == ".safetensors":
+        raise FileError(f"{written}: a checkpoint in several files becomes a folder; name one")
     if os.path.lexists(written):
         raise FileError(f"{written}: there is something of that name already; a checkpoint in several files is written "
-                        f"to a new folder")
+                        f"to a new folder, and --force replaces files alone")
     temporary = written.with_name(f".{written.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.mkdir()
+        _make(temporary, written)
         work = [(path, target, temporary / name) for path, name in zip(index.files, index.names, strict=True)]
         made = []
         for one, conversion in zip(plans, in_processes(_convert_file, work, jobs), strict=True):
@@ -76,6 +90,14 @@ def convert_index(
         str(index.path), str(written), target, tuple(weight for one in made for weight in one.weights),
         *(sum(getattr(one, name) for one in made) for name in ("copied", "copied_bytes", "before", "after")),
     )
+
+
+def _make(folder: Path, wanted: Path) -> None:
+    """Make a folder; errors name the one that was asked for."""
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(wanted)) from error
 
 
 def _convert_file(source: Path, target: Target, written: Path) -> Conversion:

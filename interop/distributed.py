@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import numpy as np
 
@@ -78,7 +79,8 @@ class _Agreement:
         if not self.ranks.checks or self.ranks.size == 1:
             return
         if error is None:
-            self._compare(self.ranks.told(f"{self.what}: {', '.join(map(repr, self.said))}"))
+            text = f"{self.what}: {', '.join(map(repr, self.said))}"
+            self._compare(self.ranks.told(f"{crc32(text.encode()):08x} {text}"))  # the text may be cut
         elif isinstance(error, Exception):
             with suppress(CollectiveError):  # the error that is raised says more
                 self.ranks.told(f"{REFUSED}{kind.__name__}: {error}")
@@ -90,7 +92,7 @@ class _Agreement:
                     f"{self.what} on {self.ranks} is not begun, since rank {rank} refused: {text.removeprefix(REFUSED)}"
                 )
         if len(set(every)) > 1:
-            each = "\n".join(f"  rank {rank} {text}" for rank, text in enumerate(every))
+            each = "\n".join(f"  rank {rank} {text[9:]}" for rank, text in enumerate(every))
             raise CollectiveError(
                 f"{self.what} on {self.ranks} is not begun, since the ranks gave what does not go together; give the "
                 f"same on all:\n{each}"

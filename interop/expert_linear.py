@@ -37,6 +37,7 @@ class SavedExperts:
     """What the backward pass reads: columnwise parts of the tokens that arrived and of the weights.
 
     x, w      None where the gradient of the other is not needed
+    n         columns of y
     weights   float32 (tokens, top), or None
     returned  the rows that came back for all choices, for the gradient of weights; None where it is not needed
     sent      whether the layer dispatched, and whether it combined
@@ -44,6 +45,7 @@ class SavedExperts:
 
     x: GroupedArray | None
     w: GroupedArray | None
+    n: int
     route: Route
     recipe: Recipe
     weights: Array | None
@@ -87,7 +89,7 @@ def experts_forward(
         if weights is not None and not combines:
             raise ValueError(f"weights on {ranks} are those of the sum over a token's choices; give them to the layer "
                              f"that combines")
-        weights = None if weights is None else as_weights(weights, route)
+        weights = None if weights is None else as_weights(weights, route, ranks)
         said += recipe, w.shape, w.dtype, x.dtype, dispatches, combines, needs
     needs_x, needs_w, needs_weights = needs
     take = _arrived if dispatches else _here
@@ -99,8 +101,8 @@ def experts_forward(
         with on_device(back.device):
             y = weighted_sum(back, (route.tokens, route.top), index, weights)
     return y, SavedExperts(
-        gx.drop(rowwise=True) if needs_w else None, gw.drop(rowwise=True) if needs_x else None, route, recipe, weights,
-        back if needs_weights and weights is not None else None, seed, (dispatches, combines),
+        gx.drop(rowwise=True) if needs_w else None, gw.drop(rowwise=True) if needs_x else None, w.shape[1], route,
+        recipe, weights, back if needs_weights and weights is not None else None, seed, (dispatches, combines),
     )
 
 
@@ -116,10 +118,10 @@ def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array | 
     ranks, route, (dispatched, combined) = as_ranks(ranks), saved.route, saved.sent
     with ranks.agreement("experts_backward") as said:
         dy = as_array(dy, "dy")
-        rows = route.tokens if combined else route.arriving
-        if dy.ndim != 2 or len(dy) != rows:
-            raise ValueError(f"dy on {ranks} has the shape of y, ({rows}, n), not {dy.shape}")
-        route.expect_here(dy, "dy")
+        route.expect(dy, "dy", ranks)
+        shape = route.tokens if combined else route.arriving, saved.n
+        if dy.shape != shape:
+            raise ValueError(f"dy on {ranks} has the shape of y, {shape}, not {dy.shape}")
         said += saved.recipe, dy.dtype, saved.x is None, saved.w is None
     dx = dw = dweights = None
     if saved.x is not None or saved.w is not None:
@@ -138,14 +140,14 @@ def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array | 
 
 
 def _check_shapes(x: Array, w: Array, route: Route, ranks: Ranks, dispatches: bool) -> None:
+    for name, array in (("x", x), ("w", w)):
+        route.expect(array, name, ranks)
     if w.ndim != 3 or len(w) != route.num_local:
         raise ValueError(f"w on {ranks} is (local, n, k) of its {route.num_local} experts, not {w.shape}")
     rows, what = (route.tokens, "tokens") if dispatches else (route.arriving, "rows of its experts")
     if x.shape != (rows, w.shape[2]):
         raise ValueError(f"x on {ranks} is ({rows}, {w.shape[2]}), the route's {what}, and the k of w {w.shape}, not "
                          f"{x.shape}")
-    for name, array in (("x", x), ("w", w)):
-        route.expect_here(array, name)
 
 
 def _arrived(
@@ -154,7 +156,7 @@ def _arrived(
 ) -> GroupedArray:
     """Tokens, or their gradients, as this rank's experts have them, in the directions that are read."""
     row, column = recipe[role]
-    if can_travel(row.resolve(ops._nominal(values.dtype))):  # columns come from rows, whether these are read or not
+    if can_travel(row.resolve(ops.nominal_dtype(values.dtype))):  # columns come from the rows, read or not
         group = dispatch(values, route, ranks, row, weights=weights)
         return _with_columns(group, column, seed_of(role, seed)) if columns else group
     group = dispatch(values, route, ranks, HighPrecision(), weights=weights)

@@ -106,12 +106,15 @@ class Route:
             array = self.found[name] = make()
         return array
 
-    def expect_here(self, array: Array, what: str) -> None:
-        """Raises ValueError for an array that does not lie where the route does."""
+    def expect(self, array: Array, what: str, ranks: Ranks) -> None:
+        """Raises ValueError for other ranks than the route's, or an array that does not lie where the route does."""
+        if len(self.wanted) != ranks.size:
+            raise ValueError(f"this Route is of {len(self.wanted)} ranks, and {ranks} is one of {ranks.size}; make it "
+                             f"by make_route(choices, num_experts, ranks)")
         where, own = ("the host" if ordinal < 0 else f"cuda:{ordinal}" for ordinal in (place(array), place(self.order)))
         if where != own:
-            raise ValueError(f"{what} lies on {where} and the route on {own}; make_route takes choices that lie where "
-                             f"the tokens do")
+            raise ValueError(f"{what} on {ranks} lies on {where} and the route on {own}; make_route takes choices that "
+                             f"lie where the tokens do")
 
 
 def _places(received: Array, count: int, capacity: int | None) -> tuple[Array, Array]:
@@ -150,7 +153,7 @@ def _choices(choices: Any, num_experts: int, ranks: Ranks, capacity: int | None)
     if getattr(choices, "ndim", 0) != 2 or choices.dtype.kind not in "iu":
         found = f"{getattr(choices, 'dtype', type(choices).__name__)} {getattr(choices, 'shape', '')}"
         raise ValueError(f"choices on {ranks} are integers (tokens, top), not {found}")
-    if num_experts < 1 or num_experts % ranks.size:
+    if not isinstance(num_experts, (int, np.integer)) or num_experts < 1 or num_experts % ranks.size:
         raise ValueError(f"{num_experts} experts on {ranks.size} ranks: each rank has as many; give a multiple")
     if isinstance(choices, np.ndarray) and choices.size and not 0 <= choices.min() <= choices.max() < num_experts:
         raise ValueError(f"choices on {ranks} are from {choices.min()} to {choices.max()}, the experts 0 to "
@@ -304,7 +307,8 @@ def dispatch(
 
     x        (tokens, k) float array
     format   of the rowwise part; each row has scales of its own, or (FP8, NVFP4) each expert has one amax, the largest
-             of its tokens on all ranks. bf16, fp16 and fp32 send the values.
+             of its tokens on all ranks, those that a capacity leaves out included. bf16, fp16 and fp32 send the
+             values.
     weights  float32 (tokens, top) that the slots are multiplied by first: the gradient of `combine`
     returns  GroupedArray of this rank's experts with a rowwise part: the bytes that grouped_quantize makes of all
              tokens on one rank
@@ -315,12 +319,12 @@ def dispatch(
     ranks = as_ranks(ranks)
     with ranks.agreement("dispatch") as said:
         x = as_array(x, "x")
+        route.expect(x, "x", ranks)
         if x.ndim != 2 or len(x) != route.tokens:
             raise ValueError(f"x on {ranks} is (tokens, k) of the route's {route.tokens} tokens, not {x.shape}")
-        route.expect_here(x, "x")
-        wanted = as_format(format).resolve(ops._nominal(x.dtype))
+        wanted = as_format(format).resolve(ops.nominal_dtype(x.dtype))
         record = Record(wanted, x.shape[1])
-        weights = None if weights is None else as_weights(weights, route)
+        weights = None if weights is None else as_weights(weights, route, ranks)
         said += wanted, f"{x.shape[1]} columns", x.dtype
     with on_device(x.device):
         per_expert, index = None, route.tokens_leaving
@@ -345,7 +349,7 @@ def dispatch(
                 if target is not None and (name != "scales" or wanted.storage.block is None):
                     target[...] = source[mine]
         columns = Sizes.uniform(route.num_local, x.shape[1])
-        return GroupedArray(group, None, group.sizes, columns, ops._nominal(x.dtype))
+        return GroupedArray(group, None, group.sizes, columns, ops.nominal_dtype(x.dtype))
 
 
 def _weighted(x: Array, weights: Array, route: Route) -> Array:
@@ -354,12 +358,13 @@ def _weighted(x: Array, weights: Array, route: Route) -> Array:
     return weighted_sum(x, (len(weights), 1), route.slot_tokens, weights[:, None])
 
 
-def as_weights(weights: Any, route: Route) -> Array:
+def as_weights(weights: Any, route: Route, ranks: Ranks) -> Array:
     """Weights as float32 (tokens, top). Raises ValueError for another shape or place."""
     weights = as_array(weights, "weights")
-    route.expect_here(weights, "weights")
+    route.expect(weights, "weights", ranks)
     if weights.shape != (route.tokens, route.top):
-        raise ValueError(f"weights are {(route.tokens, route.top)}, one for each choice, not {weights.shape}")
+        raise ValueError(f"weights on {ranks} are {(route.tokens, route.top)}, one for each choice, not "
+                         f"{weights.shape}")
     with on_device(weights.device):
         return weights.astype(np.float32, copy=False)
 
@@ -404,12 +409,12 @@ def returned(
     ranks = as_ranks(ranks)
     with ranks.agreement("combine") as said:
         y = as_array(y, "y")
+        route.expect(y, "y", ranks)
         if y.ndim != 2 or len(y) != route.arriving:
             raise ValueError(f"y on {ranks} is (rows, n) of the {route.arriving} rows of dispatch's group, not "
                              f"{y.shape}")
-        route.expect_here(y, "y")
-        weights = None if weights is None else as_weights(weights, route)
-        dtype = ops._nominal(y.dtype)
+        weights = None if weights is None else as_weights(weights, route, ranks)
+        dtype = ops.nominal_dtype(y.dtype)
         wanted = (HighPrecision() if format is None else as_format(format)).resolve(dtype)
         if wanted.measures_amax:
             raise ValueError(f"{wanted.name} has one amax for all rows; the way back takes a format with scales for "

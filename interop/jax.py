@@ -221,7 +221,7 @@ def _fake(format: Format, seed: int | None, x: Any, amax: Any) -> Any:
     if all(not isinstance(array, jax.core.Tracer) and len(array.devices()) == 1 for array in given):
         return _at_once(format, seed, *(dlpack.from_dlpack(array).array for array in given))
     _worker()
-    result = jax.ShapeDtypeStruct(x.shape, ops._nominal(np.dtype(x.dtype)))
+    result = jax.ShapeDtypeStruct(x.shape, ops.nominal_dtype(np.dtype(x.dtype)))
     return jax.pure_callback(partial(_on_host, format, seed), result, *given, vmap_method="sequential")
 
 

@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hqarray import ops
 from hqarray.arrays import DIRECTIONS, HybridArray
 from hqarray.formats import ROW, Format
 from hqarray.gemm import result_dtype
 from hqarray.grouped_parts import on_device
-from hqarray.inputs import as_array
+from hqarray.inputs import FLOATS, as_array
 from hqarray.layout import Array, namespace
 from hqarray.linear import Saved, check_amaxes, linear_backward, linear_forward, operand_options
 from hqarray.recipes import ROLES, Recipe, Role, as_recipe
@@ -125,6 +126,10 @@ def parallel_forward(
         x, w = as_array(x, "x"), as_array(w, "w")
         _check_pieces({"x": x, "w": w}, spread, ranks)
         _check_blocks(recipe, spread)
+        dtypes = [ops.nominal_dtype(values.dtype) for values in (x, w)]
+        dtype = np.dtype(result_dtype(*dtypes) if out_dtype is None else out_dtype)
+        if dtype not in FLOATS[:3]:
+            raise TypeError(f"the result is float32, float16 or bfloat16, not {dtype}")
         said += recipe, spread, x.dtype, w.dtype, out_dtype, needs
     hx = _quantize(x, recipe, "input", spread.x, ranks, seed, amax, columns=needs[1])
     hw = _quantize(w, recipe, "weight", spread.w, ranks, seed, amax, columns=needs[0])
@@ -132,7 +137,6 @@ def parallel_forward(
     if spread.kind == "columns":
         y, saved = linear_forward(all_gather(hx, spread.x, ranks), hw, recipe, out_dtype=out_dtype, **given)
         return y, SavedSpread(saved, spread)
-    dtype = np.dtype(result_dtype(hx.dtype, hw.dtype) if out_dtype is None else out_dtype)
     part, saved = linear_forward(hx, hw, recipe, out_dtype=np.float32, **given)
     return reduce_scatter_rows(part, spread.y, ranks, dtype), SavedSpread(saved, spread)
 

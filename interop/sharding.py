@@ -19,16 +19,15 @@ from hqarray import ops
 from hqarray.arrays import DIRECTIONS, Direction, HybridArray, QuantizedArray
 from hqarray.formats import Format, as_format
 from hqarray.grouped_parts import memory_of, on_device
-from hqarray.inputs import Slots, as_amax, as_array, as_draws, backend_of, expect_one_amax
+from hqarray.inputs import Slots, as_amax, as_array, as_draws, backend_of, expect_amaxes, expect_source
 from hqarray.layout import Array, namespace, part_layout, round_up
 from hqarray.philox import Draws
 from hqarray.shards import Shard, expect_whole_blocks, quantize_shard, shard_alignment
 
-from .distributed import Bytes, as_ranks, exchange
+from .distributed import Bytes, Ranks, as_ranks, exchange
 from .pieces import (
     BYTES,
     Move,
-    block,
     has_scales_of_pieces,
     memory_of_part,
     move,
@@ -38,7 +37,7 @@ from .pieces import (
     whole_part,
 )
 
-AXES = ("rows", "columns")
+AXES = {0: "rows", 1: "columns"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Sharding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", Shard((0, 0), self.shape).shape)
         object.__setattr__(self, "borders", tuple(int(n) for n in self.borders))
-        if self.axis not in (0, 1):
+        if self.axis not in AXES:
             raise ValueError(f"Sharding: axis={self.axis!r} is 0 (pieces are rows) or 1 (columns)")
         borders, length = self.borders, self.shape[self.axis]
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or any(a > b for a, b in pairwise(borders)):
@@ -66,6 +65,8 @@ class Sharding:
     @classmethod
     def even(cls, shape: tuple[int, int], count: int, *, axis: int = 0, step: int = 1) -> Sharding:
         """Pieces of nearly equal length that begin on multiples of `step` (shard_alignment says which)."""
+        if axis not in AXES or count < 1 or step < 1:
+            raise ValueError(f"Sharding.even: axis={axis!r} is 0 or 1, count={count!r} and step={step!r} are 1 or more")
         blocks = -(-shape[axis] // step)
         borders = [min(blocks * i // count * step, shape[axis]) for i in range(count + 1)]
         return cls(shape, tuple(borders), axis)
@@ -76,16 +77,23 @@ class Sharding:
 
         Every rank raises the same ValueError where their pieces are no matrix together.
         """
-        ranks, values = as_ranks(ranks), as_array(values, "values")
+        ranks = as_ranks(ranks)
+        with ranks.agreement("Sharding.agreed") as said:
+            values = as_array(values, "values")
+            if axis not in AXES:
+                raise ValueError(f"Sharding: axis={axis!r} is 0 (pieces are rows) or 1 (columns)")
+            said += (f"axis {axis}",)
         two = values.shape if values.ndim == 2 else (-1, -1)
         every = exchange(ranks, (values.ndim, *two, crc32(values.dtype.name.encode()), axis), values)
         across = [(ndim, pair[1 - axis], dtype, along) for ndim, *pair, dtype, along in every]
         if values.ndim != 2 or len(set(across)) > 1:
             shapes = ", ".join(f"rank {i} {tuple(pair)}" for i, (_, *pair, _, _) in enumerate(every))
             other = "columns" if axis == 0 else "rows"
+            axes = sorted({along for *_, along in across})
             raise ValueError(
-                f"pieces of a matrix along axis {axis} are 2-D, of one dtype and as many {other}; {ranks} found shapes "
-                f"{shapes} (-1: not 2-D), dtypes {'alike' if len({x[2] for x in across}) == 1 else 'that differ'}"
+                f"pieces of a matrix along axis {' and '.join(map(str, axes))} are 2-D, of one dtype and as many "
+                f"{other}; {ranks} found shapes {shapes} (-1: not 2-D), dtypes "
+                f"{'alike' if len({x[2] for x in across}) == 1 else 'that differ'}"
             )
         borders = [0]
         for _, *pair, _, _ in every:
@@ -158,14 +166,15 @@ def quantize_sharded(
     with ranks.agreement("quantize_sharded") as said:
         values = as_array(values, "values")
         sharding.expect(values.shape, ranks, "the piece")
-        nominal = ops._nominal(values.dtype)
+        nominal = ops.nominal_dtype(values.dtype)
         formats: dict[Direction, Format] = {
             direction: as_format(format).resolve(nominal)
             for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True) if format is not None
         }
         expect_no_cut(formats, sharding)
+        expect_source(columnwise_source, rowwise, columnwise)
         if amax is not None:
-            expect_one_amax(formats.values())
+            expect_amaxes(list(formats.values()))
         said += sharding, values.dtype, formats, columnwise_source, amax is None
     measuring = [format for format in formats.values() if format.measures_amax]
     shard = sharding.shard(ranks.rank)
@@ -230,46 +239,75 @@ def all_gather(
              that are there
     returns  HybridArray of the whole shape in buffers of its own
 
-    Codes and scales travel, not values. Along the axis of the blocks' rows codes arrive where they stay, and scales
-    (which lie block by block) are put in place by one copy; along the other one all of a piece is one message, which
-    is put in place on arrival. A scale, global scale or amax of the whole matrix does not travel.
+    Codes and scales travel, not values, those of both parts at once. Along the axis of the blocks' rows codes arrive
+    where they stay, and scales (which lie block by block) are put in place by one copy; along the other one all of a
+    piece is one message, which is put in place on arrival. A scale, global scale or amax of the whole matrix does not
+    travel.
     """
     ranks = as_ranks(ranks)
     with ranks.agreement("all_gather") as said:
+        if not isinstance(array, HybridArray):
+            raise TypeError(f"all_gather takes a HybridArray, as quantize_sharded makes it, not {type(array).__name__}")
         sharding.expect(array.shape, ranks, "the piece")
+        if only not in (None, *DIRECTIONS):
+            raise ValueError(f"only={only!r} is 'rowwise', 'columnwise' or None")
         if only is not None:
             array.part(only, "all_gather")
-        said += sharding, only, [(direction, part.format, part.amax is None) for direction, part in array.parts()]
-    gathered = {
-        direction: _gather(part, sharding if direction == "rowwise" else sharding.T, ranks)
-        for direction, part in array.parts() if only in (None, direction)
-    }
+        parts = {direction: part for direction, part in array.parts() if only in (None, direction)}
+        said += sharding, [(direction, part.format, part.amax is None) for direction, part in parts.items()]
+        if ranks.checks:  # pieces that were quantized each by its own amax are none of one matrix
+            said += (f"amax {part.amax}" for part in parts.values() if part.format.measures_amax)
+    gathered = _gather(parts, sharding, ranks)
     derived = array.derived if array.derived in gathered else None
     return HybridArray(
         gathered.get("rowwise"), gathered.get("columnwise"), sharding.shape, array.dtype, derived
     )
 
 
-def _gather(part: QuantizedArray, sharding: Sharding, ranks: Any) -> QuantizedArray:
-    """A part of the whole; sharding is that of the (outer, k) matrix."""
-    format = part.format
-    expect_no_cut({"rowwise": format}, sharding)
-    with on_device(part.device):
-        part, module = part.packed(), namespace(part.codes)
-        whole = whole_part(format, sharding.shape, module, part.amax is not None, sharding.axis)
-        pieces = _chunks(format, sharding, 1)[0]
-        ours, all_ = memory_of_part(part), memory_of_part(whole)
-        if sharding.axis == 0:
-            mine, codes = (block(memory, 0, (rows, pieces.pitch))
-                           for memory, rows in ((ours, part.shape[0]), (all_, sharding.shape[0])))
-            ranks.all_gather(mine, codes, sharding.sizes)
-        if sharding.axis == 1 or has_scales_of_pieces(format):
-            messages, start = module.empty(pieces.ends[-1], np.uint8), pieces.starts[ranks.rank]
-            mine = block(ours, start, (pieces.sizes[ranks.rank],))
-            ranks.all_gather(mine, messages, pieces.sizes)
-            pieces.put(all_, memory_of(messages), 0)
-        move(all_, ours, 0, scalars(format, part.shape, sharding.shape, part.amax is not None))
-    return whole
+def _gather(
+    parts: dict[Direction, QuantizedArray], sharding: Sharding, ranks: Ranks
+) -> dict[Direction, QuantizedArray]:
+    """Parts of the whole: what the others have arrives at once, this rank's piece is put in place here."""
+    gathered, messages, puts = {}, [], []
+    for direction, given in parts.items():
+        format, own = given.format, sharding if direction == "rowwise" else sharding.T
+        expect_no_cut({"rowwise": format}, own)
+        with on_device(given.device):
+            part = given.packed()
+            whole = whole_part(format, own.shape, namespace(part.codes), part.amax is not None, own.axis)
+            pieces, source, target = _chunks(format, own, 1)[0], memory_of_part(part), memory_of_part(whole)
+            wanted = scalars(format, part.shape, own.shape, part.amax is not None) + pieces.moves[ranks.rank]
+            if own.axis == 0:
+                message, mine = _codes(source, target, pieces, ranks.rank)
+                messages.append(message)
+                wanted += mine
+            arrived = None
+            if own.axis == 1 or has_scales_of_pieces(format):
+                arrived = memory_of(namespace(part.codes).ndarray((pieces.ends[-1],), BYTES))
+                places = [Bytes(arrived, end, size) for end, size in zip(pieces.ends, pieces.sizes, strict=False)]
+                places[ranks.rank] = Bytes(source, pieces.starts[ranks.rank], pieces.sizes[ranks.rank])
+                messages.append((places[ranks.rank], places))
+        gathered[direction] = whole
+        puts.append((part, source, target, wanted, pieces, arrived))
+    finish = ranks.start_spread(messages, beside=False)
+    finish()
+    for part, source, target, wanted, pieces, arrived in puts:
+        with on_device(part.device):
+            move(target, source, 0, wanted)
+            if arrived is not None:
+                pieces.put(target, arrived, 0, but=ranks.rank)
+    return gathered
+
+
+def _codes(
+    source: Any, target: Any, pieces: _Chunk, rank: int
+) -> tuple[tuple[Bytes, list[Bytes]], tuple[Move, ...]]:
+    """Rows of codes as a message that arrives where they stay, and the move of this rank's."""
+    places = [Bytes(target, first * pieces.pitch, (last - first) * pieces.pitch) for first, last in pieces.places]
+    nbytes, start = places[rank].nbytes, places[rank].start
+    places[rank] = Bytes(source, 0, nbytes)
+    mine = (Move(0, start, nbytes, 1, nbytes, nbytes),) if nbytes else ()
+    return (places[rank], places), mine
 
 
 class _Chunk(NamedTuple):
@@ -292,10 +330,11 @@ class _Chunk(NamedTuple):
     ends: list[int]
     moves: list[tuple[Move, ...]]
 
-    def put(self, whole: Any, arrived: Any, offset: int) -> None:
-        """Put what arrived, from a byte of a buffer on, in place."""
-        for start, end, wanted in zip(self.starts, self.ends, self.moves, strict=False):
-            move(whole, arrived, offset + end - start, wanted)
+    def put(self, whole: Any, arrived: Any, offset: int, *, but: int = -1) -> None:
+        """Put what arrived, from a byte of a buffer on, in place, but for one rank's."""
+        for rank, (start, end, wanted) in enumerate(zip(self.starts, self.ends, self.moves, strict=False)):
+            if rank != but:
+                move(whole, arrived, offset + end - start, wanted)
 
 
 @lru_cache(maxsize=1024)
@@ -352,8 +391,8 @@ def quantize_all_gather(
     ranks = as_ranks(ranks)
     direction: Direction = "rowwise" if sharding.axis == 0 else "columnwise"
     given = rowwise if sharding.axis == 0 else columnwise
-    if chunks < 1:
-        raise ValueError(f"chunks={chunks}: 1 or more")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r} is an integer, 1 or more")
     if given is None or None not in (rowwise, columnwise) or isinstance(amax, Slots):
         piece = quantize_sharded(
             values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
@@ -362,7 +401,7 @@ def quantize_all_gather(
     with ranks.agreement("quantize_all_gather") as said:
         values = as_array(values, "values")
         sharding.expect(values.shape, ranks, "the piece")
-        nominal = ops._nominal(values.dtype)
+        nominal = ops.nominal_dtype(values.dtype)
         gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
         format = gathering.format
         if amax is not None:

@@ -289,7 +289,7 @@ def _products(ctx: Any, dy: Any, needs_x: bool, needs_w: bool) -> Any:
         if done is not None:
             return done
     dx = dw = first = second = None
-    k, n, dtypes = ctx.shape[-1], dy.shape[-1], [ops._nominal(NUMPY_DTYPES[dtype]) for dtype in ctx.types[:2]]
+    k, n, dtypes = ctx.shape[-1], dy.shape[-1], [ops.nominal_dtype(NUMPY_DTYPES[dtype]) for dtype in ctx.types[:2]]
     with on_torch(dy.device):
         x, w, seeds = _restored(ctx, saved)
         hdy = _quantized(dy, ctx.recipe, "grad_output", seeds, ctx.amax, rows=needs_x, columns=needs_w)

@@ -170,7 +170,7 @@ class _ExpertsLinear(torch.autograd.Function):  # type: ignore[misc]
             back = None if saved.returned is None else as_tensor(saved.returned)
             _save(ctx, [None if group is None else group.columnwise for group in held], (weights, back))
         ctx.axes = [None if group is None else (group.rows, group.columns, group.dtype) for group in held]
-        ctx.given, ctx.ranks = (route, recipe, seed, sent), ranks
+        ctx.given, ctx.ranks = (saved.n, route, recipe, seed, sent), ranks
         ctx.types = x.dtype, w.dtype, None if weights is None else weights.dtype
         return _output(y)
 
@@ -188,11 +188,11 @@ def _experts_gradients(ctx: Any, dy: Any) -> tuple[Any, Any, Any]:
         *parts, weights, back = _restored(ctx, ctx.saved_tensors)
         x, w = (None if axes is None else GroupedArray(None, part, *axes)
                 for part, axes in zip(parts, ctx.axes, strict=True))
-        route, recipe, seed, sent = ctx.given
+        n, route, recipe, seed, sent = ctx.given
         weights, back = (None if tensor is None else as_array(tensor) for tensor in (weights, back))
         if weights is not None:
-            weights = as_weights(weights, route)
-        saved = SavedExperts(x, w, route, recipe, weights, back, seed, sent)
+            weights = as_weights(weights, route, ctx.ranks)
+        saved = SavedExperts(x, w, n, route, recipe, weights, back, seed, sent)
         return _typed(experts_backward(as_array(dy), saved, ctx.ranks), ctx.types)
 
 

@@ -139,6 +139,8 @@ def unlike_calls(ranks, what):
             dispatch(x, route, ranks, "mxfp8")
         else:
             quantize_sharded(x, sharding, ranks, rowwise="mxfp8")
+    elif what == "amax":
+        all_gather(hq.quantize(x * (ranks.rank + 1), rowwise="nvfp4"), sharding, ranks)
     elif what == "refusal":
         make_route(here(ranks, np.zeros((32, 1), np.float32 if first else np.int64)), ranks.size, ranks)
 
@@ -175,6 +177,31 @@ def torch_linear_layer(ranks, spread, recipe, dtype):
     again, = torch_grad(frozen, [x], dy)
     assert y.requires_grad and (again == x.grad).all()
     return [host(as_array(value)) for value in (y, x.grad, w.grad)]
+
+
+def torch_delayed_layer(ranks, spread):
+    """The amaxes after three steps of a layer with delayed scaling."""
+    from hqarray.interop.torch import parallel_linear
+    from hqarray.interop.torch_arrays import as_tensor
+
+    x, w, dy = (as_tensor(here(ranks, np.ascontiguousarray(value[sharding.slices(ranks.rank)])))
+                for value, sharding in zip(operands(spread.sizes), (spread.x, spread.w, spread.y), strict=True))
+    state = hq.DelayedScaling(3, like=here(ranks, np.zeros(1, np.float32)))
+    for _ in range(3):
+        y = parallel_linear(x.requires_grad_(), w.requires_grad_(), "fp8_delayed", spread, ranks, amax=state[0:3])
+        y.backward(dy)
+        after_torch(ranks)
+        ranks.all_reduce_max(state.current)
+        state.update()
+    return host(state.amax)
+
+
+def after_torch(ranks):
+    """CuPy's stream goes on where torch's is."""
+    if "nccl" in ranks.engine.lower():
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def torch_grad(y, inputs, dy):

@@ -282,9 +282,9 @@ def test_who_waits_for_a_rank_with_nccl_is_ended_by_its_watchdog_which_says_what
 
 @pytest.mark.parametrize(("what", "words"), [
     ("format", ["quantize_all_gather", "MX(element='e4m3'", "MX(element='e5m2'"]),
-    ("direction", ["all_gather", "'rowwise'"]), ("capacity", ["make_route", "capacity 8", "capacity None"]),
+    ("direction", ["all_gather", "('rowwise', MX", "('columnwise', MX"]), ("capacity", ["make_route", "capacity 8", "capacity None"]),
     ("columns", ["dispatch", "32 columns", "64 columns"]), ("dtype", ["combine", "float16", "float32"]),
-    ("call", ["dispatch: ", "quantize_sharded: "]),
+    ("amax", ["all_gather", "amax [1.]", "amax [2.]"]), ("call", ["dispatch: ", "quantize_sharded: "]),
 ])
 def test_calls_that_do_not_go_together_are_refused_on_every_rank_before_anything_is_sent(what, words, pool):
     with pytest.raises(Failed) as caught:

@@ -9,6 +9,7 @@ import rank_work
 from rank_pool import Failed, Pool
 from rank_work import EXPERTS, TOKENS, K, N
 from test_distributed import PATIENCE, pool  # noqa: F401  a fixture
+from test_parallel import Two
 
 import hqarray as hq
 from hqarray.formats import as_format
@@ -163,6 +164,63 @@ def test_one_rank_is_what_the_formulas_say():
     assert experts_backward(dy, saved, Alone())[2] is None
 
 
+WEIGHTS = rank_work.expert_weights()
+
+
+@pytest.mark.parametrize("capacity", [0.5, True, "8"])
+def test_a_capacity_is_a_number_of_rows(capacity):
+    with pytest.raises(TypeError, match="no number of rows for each rank; a capacity factor"):
+        make_route(np.zeros((4, 1), np.int64), EXPERTS, Alone(), capacity=capacity)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8", "nvfp4", "nvfp4_row", "fp8_block_1x128"])
+@pytest.mark.parametrize(("tokens", "top", "k", "n"), [(6, 2, 0, 4), (6, 0, 32, 4), (0, 2, 32, 4), (6, 2, 32, 0)])
+def test_a_layer_without_tokens_choices_or_columns_is_legal(tokens, top, k, n, name):
+    x, w, dy = (np.ones(shape, np.float32) for shape in ((tokens, k), (EXPERTS, n, k), (tokens, n)))
+    for capacity in (None, 3):
+        route = make_route(np.ones((tokens, top), np.int64), EXPERTS, Alone(), capacity=capacity)
+        assert dispatch(x, route, Alone(), name).dequantize().shape == (route.arriving, k)
+        weights = np.ones((tokens, top), np.float32)
+        y, saved = experts_forward(x, w, route, name, Alone(), weights=weights, seed=1)
+        dx, dw, dweights = experts_backward(dy, saved, Alone())
+        assert y.shape == dy.shape and dx.shape == x.shape and dw.shape == w.shape and dweights.shape == weights.shape
+        assert (k and top) or not y.any()
+
+
+def test_what_a_capacity_leaves_out_is_counted_and_has_no_gradient():
+    x, dy = np.ones((4, 32), np.float32), np.full((4, 8), 2, np.float32)
+    dy[3] = np.inf
+    route = make_route(np.zeros((4, 1), np.int64), 1, Alone(), capacity=2)
+    assert route.dropped.tolist() == [2]
+    assert make_route(np.zeros((4, 1), np.int64), 1, Alone()).dropped.tolist() == [0]
+    y, saved = experts_forward(x, np.ones((1, 8, 32), np.float32), route, "bf16", Alone(),
+                               weights=np.ones((4, 1), np.float32))
+    dx, _, dweights = experts_backward(dy, saved, Alone())
+    assert y[:, 0].tolist() == [32, 32, 0, 0] and dx[:, 0].tolist() == [16, 16, 0, 0]
+    assert dweights[:, 0].tolist() == [512, 512, 0, 0]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_forward_bf16_backward", "fp8_block", "fp8_current"])
+def test_gradients_that_are_not_needed_change_no_others(recipe):
+    x, choices, weights, dy = rank_work.tokens_of(0)
+    route = make_route(choices, EXPERTS, Alone())
+
+    def layer(needs):
+        y, saved = experts_forward(x, WEIGHTS, route, recipe, Alone(), weights=weights, seed=1, needs=needs)
+        return y, experts_backward(dy, saved, Alone()), saved
+
+    y, wanted, _ = layer((True, True, True))
+    for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+        again, found, saved = layer(needs)
+        np.testing.assert_array_equal(y, again)
+        for needed, gradient, expected in zip(needs, found, wanted, strict=True):
+            assert (gradient is not None) == needed
+            if needed:
+                np.testing.assert_array_equal(gradient, expected)
+        kept = saved.w, saved.x, saved.returned
+        assert [array is not None for array in kept] == list(needs)
+
+
 @pytest.mark.parametrize(("call", "message"), [
     (lambda c, x: make_route(c, 7, Alone()), "choices on rank 0 of 1 .* from 0 to 7, the experts 0 to 6"),
     (lambda c, x: make_route(c - 1, EXPERTS, Alone()), "choices on rank 0 of 1 .* from -1 to 6, the experts 0 to 7"),
@@ -175,9 +233,19 @@ def test_one_rank_is_what_the_formulas_say():
     (lambda c, x: combine(np.ones((74, 4), np.float32), make_route(c, EXPERTS, Alone()), Alone(), format="nvfp4"),
      "nvfp4 has one amax for all rows"),
     (lambda c, x: combine(np.ones((74, 4), np.float32), make_route(c, EXPERTS, Alone()), Alone(), weights=x),
-     r"weights are \(37, 2\)"),
+     r"weights on rank 0 of 1 .* are \(37, 2\)"),
     (lambda c, x: experts_forward(x, x, make_route(c, EXPERTS, Alone()), "mxfp8", Alone()), r"w .* \(local, n, k\)"),
     (lambda c, x: experts_forward(x, x, make_route(c, EXPERTS, Alone()), "fp8_delayed", Alone()), "earlier steps"),
+    (lambda c, x: experts_forward(x, WEIGHTS[:, :, :32], make_route(c, EXPERTS, Alone()), "mxfp8", Alone()),
+     r"x on rank 0 of 1 .* is \(37, 32\), the route's tokens, and the k of w \(8, 48, 32\), not \(37, 96\)"),
+    (lambda c, x: experts_forward(x, WEIGHTS, make_route(c, EXPERTS, Alone()), "mxfp8", Alone(), dispatches=False),
+     r"is \(74, 96\), the route's rows of its experts"),
+    (lambda c, x: experts_forward(x, WEIGHTS, make_route(c, EXPERTS, Alone()), "mxfp8", Alone(), combines=False,
+                                  weights=np.ones((37, 2), np.float32)), "give them to the layer that combines"),
+    (lambda c, x: experts_backward(x, experts_forward(x, WEIGHTS, make_route(c, EXPERTS, Alone()), "mxfp8", Alone())[1],
+                                   Alone()), r"dy on rank 0 of 1 .* the shape of y, \(37, 48\), not \(37, 96\)"),
+    (lambda c, x: dispatch(x, make_route(c, EXPERTS, Alone(), capacity=80), Two()),
+     r"this Route is of 1 ranks, and rank 0 of 2 .* is one of 2"),
 ])
 def test_what_is_no_dispatch_is_refused(call, message):
     x, choices, *_ = rank_work.tokens_of(0)

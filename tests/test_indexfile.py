@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -176,6 +180,55 @@ def test_a_weight_in_two_files_is_refused_by_name(tmp_path, capsys):
     error = fails(capsys, "convert", index, tmp_path / "out", "--rowwise=mxfp8")
     assert set(load(index)) == {"w", "w_scale_inv"}
     assert "'w' is in x.safetensors and its scales 'w_scale_inv' in y.safetensors" in error
+
+
+def test_a_tensor_that_would_be_in_two_files_is_refused(tmp_path, capsys):
+    x = np.ones((128, 128), np.float32)
+    save(tmp_path / "x.safetensors", {"w": x})
+    save(tmp_path / "y.safetensors", {"w_scale_inv": x})
+    index = write_index(tmp_path, {"w": "x.safetensors", "w_scale_inv": "y.safetensors"})
+    error = fails(capsys, "convert", index, tmp_path / "out", "--style=fp8_block", "--match=w")
+    assert "a tensor 'w_scale_inv' would be in x.safetensors and in y.safetensors; rename one" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_files_become_a_folder_and_errors_name_it(source, tmp_path, capsys):
+    assert "becomes a folder" in fails(capsys, "convert", source, tmp_path / "out.safetensors", "--rowwise=mxfp8")
+    error = fails(capsys, "convert", source, tmp_path / "not" / "there", "--rowwise=mxfp8")
+    assert f"{tmp_path / 'not' / 'there'}: No such file" in error and ".tmp" not in error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_process_that_asked(number, tmp_path):
+    program = ("import sys, time; sys.path[:0] = sys.argv[1:]; from test_indexfile import linger\n"
+               "from hqarray.processes import in_processes\n"
+               "if __name__ == '__main__': list(in_processes(linger, [(sys.argv[2],)] * 2, 2))\n")
+    (tmp_path / "main.py").write_text(program)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "main.py"), str(Path(__file__).parent), str(tmp_path)])
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    workers = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(workers) == 2
+    process.send_signal(number)
+    process.wait(30)
+    while any(map(alive, workers)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(alive, workers))
+
+
+def linger(folder):
+    """A worker's work, which takes longer than the test."""
+    Path(folder, f"{os.getpid()}.pid").touch()
+    time.sleep(300)
+
+
+def alive(pid):
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

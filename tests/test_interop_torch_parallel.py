@@ -76,6 +76,65 @@ def test_autocast_and_dtypes_of_gradients():
     assert y.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_may_be_changed_in_place(dtype):
+    x, w, spread = alone()
+    x, w = (value.detach().to(dtype).requires_grad_() for value in (x, w))
+    route = make_route(torch.zeros(64, 1, dtype=torch.int64), 1, Alone())
+    for layer in (lambda: parallel_linear(x, w, "mxfp8", spread, Alone()),
+                  lambda: experts_linear(x, w[None], route, "mxfp8", Alone()),
+                  lambda: experts_linear(x, w[None], route, "mxfp8", Alone(), combines=False)):
+        y = layer()
+        y += 1
+        first = torch.autograd.grad(torch.relu_(y).sum(), (x, w))
+        y = layer()
+        for a, b in zip(first, torch.autograd.grad(torch.relu(y + 1).sum(), (x, w)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_seed_may_be_changed_before_the_backward_pass():
+    x, w, spread = alone("nvfp4")
+    seed = torch.tensor([7])
+    y = parallel_linear(x, w, "nvfp4", spread, Alone(), seed=seed)
+    seed += 1
+    wanted = torch.autograd.grad(parallel_linear(x, w, "nvfp4", spread, Alone(), seed=7).sum(), (x, w))
+    for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_only_what_gradients_need_is_gathered_and_kept(kind, monkeypatch):
+    x, w, spread = alone(kind=kind)
+    sent = []
+    spread_bytes = Alone._spread
+    monkeypatch.setattr(Alone, "_spread", lambda self, messages, *rest: sent.extend(mine.nbytes for mine, _ in messages)
+                        or spread_bytes(self, messages, *rest))
+    y = parallel_linear(x, w, "mxfp8", spread, Alone())
+    both, sent[:] = sum(sent), []
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    in_backward, sent[:] = sum(sent), []
+    with torch.no_grad():
+        parallel_linear(x, w, "mxfp8", spread, Alone())
+    assert (both, in_backward) == (2 * sum(sent), 0) if kind == "columns" else (not both and in_backward and not sent)
+    for values in ((x, w.detach()), (x.detach(), w)):
+        leaf = next(value for value in values if value.requires_grad)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            y = parallel_linear(*values, "mxfp8", spread, Alone())
+        assert len(saved) == 1
+        assert torch.equal(torch.autograd.grad(y.sum(), leaf)[0], dx if leaf is x else dw)
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_delayed_amaxes_are_those_of_the_whole(kind, pool):  # noqa: F811
+    spread = Spread.even(kind, SIZES, pool.size, "fp8_delayed")
+    each = pool.run(rank_work.torch_delayed_layer, spread)
+    for amaxes in each:
+        np.testing.assert_array_equal(amaxes, each[0])
+    wanted = [np.abs(value).max() for value in rank_work.operands(SIZES)]
+    np.testing.assert_array_equal(each[0], np.array(wanted, np.float32))
+
+
 def test_what_is_refused():
     x, w, spread = alone()
     y = parallel_linear(x, w, "mxfp8", spread, Alone())
@@ -89,7 +148,11 @@ def test_what_is_refused():
     route = make_route(torch.zeros(64, 2, dtype=torch.int64), 1, Alone())
     with pytest.raises(TypeError, match=r"weights are a torch.Tensor on cpu as x is, not list"):
         experts_linear(x, w[None], route, "mxfp8", Alone(), weights=[1.0])
-    with pytest.raises(ValueError, match=r"weights are \(64, 2\)"):
+    with pytest.raises(ValueError, match=r"weights on rank 0 of 1 .* are \(64, 2\)"):
         experts_linear(x, w[None], route, "mxfp8", Alone(), weights=torch.ones(64, 3))
-    with pytest.raises(ValueError, match="seed"):
-        experts_linear(x, w[None], route, "nvfp4", Alone())[0].sum().backward()
+    for layer in (lambda: parallel_linear(x, w, "nvfp4", spread, Alone()),
+                  lambda: experts_linear(x, w[None], route, "nvfp4", Alone())):
+        with pytest.raises(ValueError, match="the recipe nvfp4 rounds at random and needs seed="):
+            layer()
+        with torch.no_grad():  # x and w are not
+            layer()

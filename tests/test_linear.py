@@ -44,6 +44,30 @@ def test_the_three_products_are_those_of_the_recipes_formats(xp, recipe):
 
 
 @pytest.mark.parametrize("recipe", hq.RECIPES)
+def test_gradients_that_are_not_needed_cost_nothing_and_change_no_others(xp, recipe):
+    x, w, dy = operands(xp)
+    y, saved = hq.linear_forward(x, w, recipe, **given(xp, recipe))
+    wanted = hq.linear_backward(dy, saved)
+    for needs in ((True, False), (False, True), (False, False)):
+        again, saved = hq.linear_forward(x, w, recipe, needs=needs, **given(xp, recipe))
+        testing.assert_bitwise_equal(again, y)
+        assert (saved.w is not None, saved.x is not None) == needs and (saved.nbytes > 0) == any(needs)
+        for needed, gradient, expected in zip(needs, hq.linear_backward(dy, saved), wanted, strict=True):
+            assert (gradient is not None) == needed
+            if needed:
+                testing.assert_bitwise_equal(gradient, expected)
+
+
+def test_operands_quantized_in_one_direction_serve_where_no_gradient_is_needed():
+    x, w, _ = operands(np)
+    hx, hw = (hq.quantize(values, rowwise="mxfp8") for values in (x, w))
+    y, _ = hq.linear_forward(hx, hw, "mxfp8", needs=(False, False))
+    testing.assert_bitwise_equal(y, hq.linear_forward(x, w, "mxfp8")[0])
+    with pytest.raises(ValueError, match=r"x is HybridArray.*the recipe wants rowwise=mxfp8, columnwise=mxfp8"):
+        hq.linear_forward(hx, hw, "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", hq.RECIPES)
 def test_gradients_are_close_to_the_unquantized_ones(xp, recipe):
     x, w, dy = operands(xp)
     y, saved = hq.linear_forward(x, w, recipe, **given(xp, recipe))

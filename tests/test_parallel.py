@@ -100,6 +100,47 @@ def test_one_rank_is_the_layer_itself(kind):
     np.testing.assert_allclose(dw - 1, dw_wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_gradients_that_are_not_needed_change_no_others(recipe, kind):
+    x, w, dy = rank_work.operands(SIZES)
+    spread = Spread.even(kind, SIZES, Alone(), recipe)
+    y, saved = parallel_forward(x, w, recipe, spread, Alone(), seed=1)
+    wanted = parallel_backward(dy, saved, Alone())
+    for needs in ((True, False), (False, True), (False, False)):
+        again, saved = parallel_forward(x, w, recipe, spread, Alone(), seed=1, needs=needs)
+        np.testing.assert_array_equal(again, y)
+        for needed, gradient, expected in zip(needs, parallel_backward(dy, saved, Alone()), wanted, strict=True):
+            assert (gradient is not None) == needed
+            if needed:
+                np.testing.assert_array_equal(gradient, expected)
+
+
+class Two(Alone):
+    """One of two that never talk."""
+
+    size = 2
+
+
+def test_what_is_no_piece_of_a_layer_says_what_is():
+    x, w, dy = rank_work.operands(SIZES)
+    spread = Spread.even("columns", SIZES, 1, "mxfp8")
+    with pytest.raises(ValueError, match=r"w on rank 0 of 1 .*: of the whole w .* w\[spread.w.slices\(rank\)\]"):
+        parallel_forward(x, w[1:], "mxfp8", spread, Alone())
+    with pytest.raises(ValueError, match=r"; x.reshape\(-1, \d+\) is 2-D"):
+        parallel_forward(x[None], w, "mxfp8", spread, Alone())
+    with pytest.raises(ValueError, match=r"has 2 pieces, and rank 0 of 1 .*; make it by Spread.even\('columns'"):
+        parallel_forward(x, w, "mxfp8", Spread.even("columns", SIZES, 2, "mxfp8"), Alone())
+    with pytest.raises(ValueError, match=r"the recipe fp8_block does not fit this Spread by columns, which Spread"):
+        parallel_forward(x[:32], w, "fp8_block", Spread("columns", SIZES, (0, 32, 300), (0, 272, 272)), Two())
+    _, saved = parallel_forward(x, w, "mxfp8", spread, Alone())
+    with pytest.raises(ValueError, match="dy on rank 0 of 1"):
+        parallel_backward(dy[1:], saved, Alone())
+    for kind in ("columns", "rows"):
+        with pytest.raises(TypeError, match="float32, float16 or bfloat16, not int32"):
+            parallel_forward(x, w, "mxfp8", Spread.even(kind, SIZES, 1, "mxfp8"), Alone(), out_dtype=np.int32)
+
+
 def test_delayed_amaxes_serve_a_spread_layer():
     x, w, dy = rank_work.operands(SIZES)
     state = hq.DelayedScaling(3)

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import hqarray as hq
 from hqarray import report as report_module
+from hqarray.interop.convert import convert, plan, target
 from hqarray.linear import seed_of
 from hqarray.operands import FileError, Matrix, Operands, Triple, default_operands, read_operands
 from hqarray.recipes import PRODUCTS
@@ -117,8 +118,20 @@ def test_float8_of_safetensors_is_skipped_and_named(tmp_path: Path) -> None:
     assert names(operands) == ([], ["x"])
     assert operands.matrices[0].values.tolist() == [[1, 2]]
     assert [note.partition(": ")[2] for note in operands.notes] == [
-        "F8_E4M3 is not a float type this quantizes", "1-D", "empty, shape (0, 2)",
+        "F8_E4M3 is not a float type this quantizes; hqarray.interop.safetensors.load decodes it", "1-D",
+        "empty, shape (0, 2)",
     ]
+
+
+@pytest.mark.parametrize(("style", "format"), [("hqarray", "fp8_block_128x128"), ("fp8_block", None), ("nvfp4", None)])
+def test_scales_of_quantized_weights_are_no_matrices(style: str, format: str | None, tmp_path: Path) -> None:
+    x = np.ones((256, 256), np.float32)
+    save_file({"layer.weight": x, "layer.weight_norm": x[:2], "other": x}, tmp_path / "in.safetensors")
+    written = tmp_path / "out.safetensors"
+    convert(plan(tmp_path / "in.safetensors", target(format, style=style, match=["layer.weight"])), written)
+    operands = read_operands([written])
+    assert names(operands) == ([], ["layer.weight_norm", "other"])
+    assert any("is a scale of the quantized layer.weight" in note for note in operands.notes)
 
 
 def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
