@@ -44,6 +44,8 @@ def _serve(rank, size, folder, backend, engine_timeout, connection):
             os.environ.update(NCCL_HOSTID=f"hqarray-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(rank % count)
         cupy.cuda.Device(rank % count).use()
+        torch.cuda.set_stream(torch.cuda.Stream())  # two streams, neither of which waits for the other or the default
+        cupy.cuda.Stream(non_blocking=True).use()
     dist.init_process_group(
         "gloo" if backend == "cupy" else backend, init_method=f"file://{folder}/store", rank=rank, world_size=size,
         timeout=timedelta(seconds=120),

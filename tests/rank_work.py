@@ -24,11 +24,18 @@ def here(ranks, array):
         return array
     import cupy
 
-    return cupy.asarray(array)
+    array = cupy.asarray(array)
+    cupy.cuda.get_current_stream().synchronize()  # it may be handed to torch, which has another stream
+    return array
 
 
 def host(array):
-    return array.get() if hasattr(array, "get") else array
+    if not hasattr(array, "get"):
+        return array
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()
+    return array.get()
 
 
 @cache
@@ -208,6 +215,26 @@ def torch_grad(y, inputs, dy):
     import torch
 
     return torch.autograd.grad(y, inputs, dy)
+
+
+def example(ranks, folder, name):
+    """What a program of examples/ finds."""
+    import importlib
+    import sys
+
+    import torch
+
+    from hqarray.interop.torch import on_torch
+
+    sys.path.insert(0, folder)
+    try:
+        program = importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+    on_gpu = "nccl" in ranks.engine.lower()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    with on_torch(device):
+        return program.main(ranks, device)
 
 
 # --- experts ------------------------------------------------------------------------------------

@@ -282,7 +282,8 @@ def test_who_waits_for_a_rank_with_nccl_is_ended_by_its_watchdog_which_says_what
 
 @pytest.mark.parametrize(("what", "words"), [
     ("format", ["quantize_all_gather", "MX(element='e4m3'", "MX(element='e5m2'"]),
-    ("direction", ["all_gather", "('rowwise', MX", "('columnwise', MX"]), ("capacity", ["make_route", "capacity 8", "capacity None"]),
+    ("direction", ["all_gather", "('rowwise', MX", "('columnwise', MX"]),
+    ("capacity", ["make_route", "capacity 8", "capacity None"]),
     ("columns", ["dispatch", "32 columns", "64 columns"]), ("dtype", ["combine", "float16", "float32"]),
     ("amax", ["all_gather", "amax [1.]", "amax [2.]"]), ("call", ["dispatch: ", "quantize_sharded: "]),
 ])
