@@ -14,48 +14,51 @@ from .rawkernels import geometry, traits
 from .records import Lines
 
 # Structs of the kernels: every field takes eight bytes.
-_RECORDS = struct.Struct("=13q")
+_RECORDS = struct.Struct("=14q")
 _COMBINE = struct.Struct("=10q")
 _DOT = struct.Struct("=10q")
 
 
 @lru_cache(maxsize=4096)
-def _records_kernel(packs: bool, scale_bytes: int, count: int, pitch: int, device: int) -> Kernel:
+def _records_kernel(packs: bool, scale_bytes: int, rows: int, pitch: int, device: int) -> Kernel:
     launch = traits.records_launch(packs, scale_bytes)
-    return kernel_of(launch, geometry.grid(launch.tile, count, pitch), device)
+    return kernel_of(launch, geometry.grid(launch.tile, rows, pitch), device)
 
 
-def pack(lines: Lines, index: Array | None, messages: Array) -> None:
+def pack(lines: Lines, places: Array | None, messages: Array) -> None:
     """See record_ops.pack; into messages."""
-    _launch(True, lines, messages, index, len(lines.codes), len(messages))
+    _launch(lines, messages, places, packs=True)
 
 
 def unpack(messages: Array, lines: Lines, index: Array) -> None:
     """See record_ops.unpack."""
-    _launch(False, lines, messages, index, len(messages), len(index))
+    _launch(lines, messages, index, packs=False)
 
 
-def _launch(packs: bool, lines: Lines, messages: Array, index: Array | None, rows: int, count: int) -> None:
-    record, device = lines.record, messages.data.device_id
+def _launch(lines: Lines, messages: Array, index: Array | None, *, packs: bool) -> None:
+    record, device, rows = lines.record, messages.data.device_id, len(lines.codes)
     dtype, blocks = record.scales
-    kernel = _records_kernel(packs, dtype.itemsize, count, record.pitch, device)
-    kernel.launch(
+    _records_kernel(packs, dtype.itemsize, rows, record.pitch, device).launch(
         stream_of(device), _RECORDS, lines.codes.data.ptr, record.pitch // 16, rows, _pointer(lines.scales),
         _pointer(lines.starts), _pointer(lines.steps), lines.step, blocks, _pointer(lines.globals), messages.data.ptr,
-        record.nbytes // 16, count, _pointer(index),
+        record.nbytes // 16, len(messages), _pointer(index), _copies(index),
     )
 
 
-def take(rows: Array, index: Array, out: Array) -> bool:
-    """Those rows of bytes, zeros where there is no such row, to out; False where they do not lie on 16 bytes."""
+def spread(rows: Array, places: Array, out: Array) -> bool:
+    """Rows of bytes to their places in out; False where they do not lie on 16 bytes, and nothing is done."""
     width, device = rows.shape[1], rows.data.device_id
     if (width | rows.data.ptr | out.data.ptr) % 16 or not rows.flags.c_contiguous:
         return False
-    _records_kernel(True, 1, len(out), width, device).launch(
+    _records_kernel(True, 1, len(rows), width, device).launch(
         stream_of(device), _RECORDS, rows.data.ptr, width // 16, len(rows), 0, 0, 0, 0, 0, 0, out.data.ptr, width // 16,
-        len(out), index.data.ptr,
+        len(out), places.data.ptr, _copies(places),
     )
     return True
+
+
+def _copies(index: Array | None) -> int:
+    return 1 if index is None or len(index.shape) == 1 else int(index.shape[1])
 
 
 def _pointer(array: Array | None) -> int:
@@ -109,4 +112,4 @@ def _in_rows(array: Array) -> Array:
     return array if array.strides[1] == array.itemsize else cupy.ascontiguousarray(array)
 
 
-__all__ = ["dots", "pack", "take", "unpack", "weighted_sum"]
+__all__ = ["dots", "pack", "spread", "unpack", "weighted_sum"]

@@ -1,6 +1,6 @@
 """Rows of parts to records and back, and sums of rows by weight, where the arrays are.
 
-    messages = pack(lines, index)          # uint8 (len(index), record.nbytes): record i is row index[i]
+    messages = pack(lines, places, n)      # uint8 (n, record.nbytes): row i becomes record places[i]
     unpack(messages, lines, index)         # row i becomes record index[i]
 
 Nothing here knows of ranks.
@@ -17,17 +17,19 @@ from .layout import Array, namespace
 from .records import Lines
 
 
-def pack(lines: Lines, index: Array | None = None) -> Array:
-    """uint8 (len(index), record.nbytes): of each record the row that the index names, or zeros if there is no such row.
+def pack(lines: Lines, places: Array | None = None, count: int | None = None) -> Array:
+    """uint8 (count, record.nbytes), where each row goes to its places; records that no row goes to hold anything.
 
-    index  int64; None: all rows in order, which are codes alone without a copy where a row has nothing else
+    places  int64 (rows,) or (rows, copies), from count on none; None: rows in order, which are codes alone without a
+            copy where a row has nothing else
+    count   of records; None: as many as rows
     """
-    if index is None and lines.record.nbytes == lines.record.pitch:
+    if places is None and lines.record.nbytes == lines.record.pitch:
         return lines.codes
-    count = len(lines.codes) if index is None else len(index)
+    count = len(lines.codes) if count is None else count
     messages: Array = namespace(lines.codes).empty((count, lines.record.nbytes), np.uint8)
-    if messages.size:
-        _backend(messages).pack(lines, index, messages)
+    if messages.size and lines.codes.shape[0] and (places is None or places.size):
+        _backend(messages).pack(lines, places, messages)
     return messages
 
 

@@ -12,18 +12,25 @@ from .records import Lines
 Index = npt.NDArray[np.int64]
 
 
-def pack(lines: Lines, index: Index | None, messages: Codes) -> None:
+def pack(lines: Lines, places: Index | None, messages: Codes) -> None:
     """See record_ops.pack; into messages."""
-    index = np.arange(len(messages)) if index is None else index
-    there = index < len(lines.codes)
-    rows, record = index[there], lines.record
-    messages[...] = 0
-    messages[there, : record.pitch] = lines.codes[rows]
+    record, rows = lines.record, np.arange(len(lines.codes))
+    records = np.zeros((len(rows), record.nbytes), np.uint8)
+    records[:, : record.pitch] = lines.codes
     if lines.scales is not None:
-        scales = lines.scales[_places(lines, rows)].view(np.uint8)
-        messages[there, record.pitch : record.pitch + scales.shape[1]] = scales
+        there = rows if lines.starts is None else np.flatnonzero(lines.starts >= 0)
+        scales = lines.scales[_places(lines, there)].view(np.uint8)
+        records[there, record.pitch : record.pitch + scales.shape[1]] = scales
     if lines.globals is not None:
-        messages[there, record.global_offset : record.global_offset + 4] = lines.globals[rows, None].view(np.uint8)
+        records[:, record.global_offset : record.global_offset + 4] = lines.globals[:, None].view(np.uint8)
+    messages[...] = 0
+    spread(records, rows if places is None else places, messages)
+
+
+def spread(rows: Array, places: Index, out: Array) -> None:
+    """Rows to their places in out."""
+    there = places < len(out)
+    out[places[there]] = rows[np.nonzero(there)[0]]
 
 
 def unpack(messages: Codes, lines: Lines, index: Index) -> None:
@@ -83,4 +90,4 @@ def dots(rows: Values, other: Values, choices: int, index: Index | None) -> Floa
     return products
 
 
-__all__ = ["dots", "pack", "take", "unpack", "weighted_sum"]
+__all__ = ["dots", "pack", "spread", "unpack", "weighted_sum"]

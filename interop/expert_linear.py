@@ -135,7 +135,7 @@ def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array | 
             dw = ops.matmul(gdy.T, saved.x)
     if saved.returned is not None:
         with on_device(dy.device):
-            dweights = dots(saved.returned, dy, route.top, route.returning)
+            dweights = dots(saved.returned, dy, route.top, route.sent_at)
     return dx, dw, dweights
 
 

@@ -29,7 +29,7 @@ from hqarray.record_ops import pack, unpack, weighted_sum
 from hqarray.records import Lines, Record
 
 from .distributed import Ranks, as_ranks
-from .pieces import bytes_of, take_rows
+from .pieces import bytes_of, spread_rows
 
 # --- where tokens go ----------------------------------------------------------------------------
 
@@ -40,6 +40,7 @@ class Route:
 
     tokens, top  choices are (tokens, top); a slot is one of them
     order        int64 (slots,): slots sorted by expert
+    sorted_at    int64 (slots,): for each slot, where it is in that order
     lengths      int64 (experts,): slots of each expert, on all ranks' experts
     wanted       int64 (ranks,): slots for each rank, those beyond the capacity included
     received     int64 (ranks, local): rows from each rank for each expert of this one
@@ -47,37 +48,36 @@ class Route:
                  those that are wanted
     shares       rows for each rank and from each, on the host; None with a capacity
     sizes        int64 (local,): rows of each of this rank's experts
-    leaving      int64: the sorted slot of each row that is sent; with a capacity what is not wanted is some slot
+    sent_at      int64 (slots,): for each slot, where it is among the rows that are sent, and that come back; beyond the
+                 capacity, one behind them
     sources      int64 (rows,): for each row as this rank's experts have them, where it is among those that arrive; one
                  behind them where it is no expert's
-    back         int64 (rows,): for each row that arrived, which of the experts' rows it is
-    returning    int64 (slots,): for each slot, which of the rows that come back is its, or one behind them
-    tokens_leaving, slot_tokens  int64: the token of each row that is sent (where there is none, 0), and of each slot in
-                 order
     found        index arrays that depend on the route and a format, by stream; what a graph captures is not kept
     """
 
     tokens: int
     top: int
     order: Array
+    sorted_at: Array
     lengths: Array
     wanted: Array
     received: Array
     capacity: int | None
     shares: tuple[list[int], list[int]] | None
     sizes: Array
-    leaving: Array
+    sent_at: Array
     sources: Array
-    back: Array
-    returning: Array
-    tokens_leaving: Array
-    slot_tokens: Array
     found: dict[Any, Array] = field(default_factory=dict, repr=False)
 
     @property
     def num_local(self) -> int:
         """Experts of this rank."""
         return int(self.received.shape[1])
+
+    @property
+    def leaving(self) -> int:
+        """Rows that are sent, wanted or not."""
+        return sum(self.shares[0]) if self.shares is not None else len(self.wanted) * (self.capacity or 0)
 
     @property
     def arriving(self) -> int:
@@ -187,28 +187,23 @@ def _routed(choices: Array, num_experts: int, ranks: Ranks, capacity: int | None
     count = sum(shares[1]) if shares is not None else ranks.size * (capacity or 0)
     places, is_there = _places(received, count, capacity)
     sources = places if capacity is None else module.where(is_there, places, count)
-    back = _inverse(sources, count)
-    returning, leaving = _inverse(order, len(order)), module.arange(len(order))
+    sorted_at = sent_at = _inverse(order)
     if capacity is not None:
         row, run, _ = _runs(wanted, len(order))
-        returning = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[returning]
-        leaving = (_starts(wanted)[:, None] + module.arange(capacity)).reshape(-1)
-        leaving = module.minimum(leaving, max(len(order) - 1, 0))
-    sizes = module.ascontiguousarray(received.sum(axis=0))
+        sent_at = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[sorted_at]
     tokens, top = choices.shape
-    slot_tokens = order // max(top, 1)
     return Route(
-        tokens, top, order, lengths, wanted, received, capacity, shares, sizes, leaving, sources, back, returning,
-        slot_tokens[leaving] if len(order) else leaving, slot_tokens,
+        tokens, top, order, sorted_at, lengths, wanted, received, capacity, shares,
+        module.ascontiguousarray(received.sum(axis=0)), sent_at, sources,
     )
 
 
-def _inverse(index: Array, count: int) -> Array:
-    """Of each number below count, where in index it is; 0 where it is not."""
-    module = namespace(index)
-    inverse = module.zeros(count + 1, np.int64)
-    inverse[index] = module.arange(len(index))
-    return inverse[:count]
+def _inverse(order: Array) -> Array:
+    """Where each number is in a permutation."""
+    module = namespace(order)
+    inverse = module.empty_like(order)
+    inverse[order] = module.arange(len(order))
+    return inverse
 
 
 def _sizes_of(ends: Array) -> Array:
@@ -245,8 +240,8 @@ def _send(rows: Array, route: Route, ranks: Ranks) -> Array:
 
 
 def _send_back(rows: Array, route: Route, ranks: Ranks) -> Array:
-    """Rows of bytes as they arrived to where they came from; route.returning names a slot's, or none of them."""
-    returned = namespace(rows).empty((len(route.leaving), rows.shape[1]), rows.dtype)
+    """Rows of bytes as they arrived to where they came from; route.sent_at names a slot's, or none of them."""
+    returned = namespace(rows).empty((route.leaving, rows.shape[1]), rows.dtype)
     sent, received = route.shares or (None, None)
     ranks.all_to_all(rows, returned, received, sent)
     return returned
@@ -327,18 +322,20 @@ def dispatch(
         weights = None if weights is None else as_weights(weights, route, ranks)
         said += wanted, f"{x.shape[1]} columns", x.dtype
     with on_device(x.device):
-        per_expert, index = None, route.tokens_leaving
+        per_expert, places = None, route.sent_at.reshape(route.tokens, route.top)
+        if weights is not None or wanted.measures_amax:  # rows are slots in order
+            places = None if route.capacity is None else route.sent_at[route.order]
         if weights is not None:
-            x, index = _weighted(x, weights, route), route.leaving
-        if wanted.measures_amax:
-            if weights is None:
-                x = take_rows(bytes_of(x), route.slot_tokens).view(x.dtype)
-            per_expert = _by_expert(x, route, ranks, wanted)
-            lines, index = _lines(per_expert, route, "lengths", len(x)), route.leaving
-        else:
+            x = _weighted(x, weights, route)
+        if not wanted.measures_amax:
             lines = _rows_of(x, record)
-        slots_in_order = route.capacity is None and (weights is not None or per_expert is not None)
-        arrived = _send(pack(lines, None if slots_in_order else index), route, ranks)
+        else:
+            if weights is None:
+                at = route.sorted_at.reshape(route.tokens, route.top)
+                x = spread_rows(bytes_of(x), at, len(route.order)).view(x.dtype)
+            per_expert = _by_expert(x, route, ranks, wanted)
+            lines = _lines(per_expert, route, "lengths", len(x))
+        arrived = _send(pack(lines, places, route.leaving), route, ranks)
         sizes = _member_sizes(route.sizes, route.arriving)
         group = _group_to_fill(wanted, x.shape[1], sizes, namespace(x))
         unpack(arrived, _lines(group, route, "sizes", route.arriving), route.sources)
@@ -355,7 +352,7 @@ def dispatch(
 def _weighted(x: Array, weights: Array, route: Route) -> Array:
     """Sorted slots times their weights, rounded once to their dtype."""
     weights = weights.reshape(-1)[route.order]
-    return weighted_sum(x, (len(weights), 1), route.slot_tokens, weights[:, None])
+    return weighted_sum(x, (len(weights), 1), route.order // max(route.top, 1), weights[:, None])
 
 
 def as_weights(weights: Any, route: Route, ranks: Ranks) -> Array:
@@ -423,11 +420,11 @@ def returned(
         said += wanted, f"{y.shape[1]} columns", y.dtype
     with on_device(y.device):
         if format is None:
-            rows = _send_back(take_rows(bytes_of(y), route.back), route, ranks).view(y.dtype)
-            return rows, route.returning, weights
-        found = _send_back(pack(_rows_of(y, record), route.back), route, ranks)
-        slots = zeros_part(wanted, (len(route.returning), y.shape[1]), namespace(y))
-        unpack(found, Lines.of_part(slots), route.returning)
+            rows = _send_back(spread_rows(bytes_of(y), route.sources, route.arriving), route, ranks).view(y.dtype)
+            return rows, route.sent_at, weights
+        found = _send_back(pack(_rows_of(y, record), route.sources, route.arriving), route, ranks)
+        slots = zeros_part(wanted, (len(route.sent_at), y.shape[1]), namespace(y))
+        unpack(found, Lines.of_part(slots), route.sent_at)
         return HybridArray(slots, dtype=dtype).dequantize(), None, weights
 
 

@@ -176,26 +176,25 @@ def _view(memory: Array, offset: int, size: Move, pitch: int) -> Array:
 
 # --- rows ---------------------------------------------------------------------------------------
 
-def take_rows(rows: Array, index: Array) -> Array:
-    """Those rows of bytes (n, width), in one piece each; where there is no such row, zeros.
+def spread_rows(rows: Array, places: Array, count: int) -> Array:
+    """So many rows of bytes, where each of `rows` (n, width) lies at its places; those that none goes to hold anything.
 
-    index  int64, 0 or more
+    places  int64 (n,) or (n, copies), from count on none
     """
-    if isinstance(rows, np.ndarray):
-        return reference_records.take(rows, index)
     module = namespace(rows)
-    out: Array = module.empty((len(index), rows.shape[1]), rows.dtype)
-    if not out.size:
+    if isinstance(rows, np.ndarray):
+        out = module.zeros((count, rows.shape[1]), rows.dtype)
+        reference_records.spread(rows, places, out)
         return out
+    out = module.empty((count + 1, rows.shape[1]), rows.dtype)  # the last one for what goes nowhere
+    if not rows.size or not places.size:
+        return out[:count]
     from hqarray import cuda_records
 
-    if cuda_records.take(rows, index, out):
-        return out
-    out[...] = 0  # of rows that lie anywhere
-    if len(rows):
-        module.take(rows, module.minimum(index, len(rows) - 1), axis=0, out=out)
-        out *= (index < len(rows))[:, None]
-    return out
+    if not cuda_records.spread(rows, places, out[:count]):  # rows that lie anywhere
+        for column in module.minimum(places, count).reshape(len(rows), -1).T:
+            out[column] = rows
+    return out[:count]
 
 
 def bytes_of(array: Array) -> Array:
@@ -206,4 +205,4 @@ def bytes_of(array: Array) -> Array:
 
 
 __all__ = ["BYTES", "Move", "Span", "block", "bytes_of", "has_scales_of_pieces", "memory_of_part", "move", "moves",
-           "part_of", "scalars", "take_rows", "unwritten", "whole_part"]
+           "part_of", "scalars", "spread_rows", "unwritten", "whole_part"]

@@ -29,6 +29,35 @@ HQ_FN void load_columns(const char* source, float (&value)[COLUMNS], int count) 
     }
 }
 
+constexpr int WIDE = 8;
+
+// Eight columns of a row as they lie there, in words that are read before any is needed.
+template <class T>
+struct Wide {
+    static constexpr int WORDS = WIDE * T::size / 4;
+    union { uint4 vector[WORDS / 4]; u32 word[WORDS]; };
+
+    HQ_FN void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word[i] = 0;
+    }
+    template <bool IN_VECTORS>
+    HQ_FN void load(const char* source, int count) {
+        if constexpr (IN_VECTORS) {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; ++i) vector[i] = __ldcs(reinterpret_cast<const uint4*>(source) + i);
+        } else {
+#pragma unroll
+            for (int c = 0; c < WIDE; ++c)
+                if (c < count) word[c * T::size / 4] |= u32(reinterpret_cast<const typename T::type*>(source)[c]) << (c * T::size * 8 % 32);
+        }
+    }
+    HQ_FN float at(int c) const {
+        if constexpr (T::size == 4) return float_of(word[c]);
+        else return c % 2 ? T::high(word[c / 2]) : T::low(word[c / 2]);
+    }
+};
+
 template <class T>
 HQ_FN void store(char* target, const float (&value)[COLUMNS], int count) {
     u32 words[COLUMNS * T::size / 4];

@@ -1,5 +1,5 @@
 // Dot: grid (1, slots, slots again), a block of 256 threads for each slot. OUT[t, j] = VALUES[index[t, j]] . OTHER[t],
-// products and sums in float32, 4 columns a thread at a time and then over the block: always in the same order. Where there
+// products and sums in float32, 8 columns a thread at a time and then over the block: always in the same order. Where there
 // is no such row the product is 0.
 //
 // Generated before this text: Value and Other (types).
@@ -18,6 +18,24 @@ struct DotArguments {
     i64 slots, choices, columns;
 };
 
+// The thread's share of the product. IN_VECTORS: both rows lie on 16 bytes, and columns are a multiple of WIDE.
+template <bool IN_VECTORS>
+HQ_FN float dot(const DotArguments& a, const char* values, const char* other) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (i64 column = threadIdx.x * WIDE; column < a.columns; column += THREADS * WIDE) {
+        const int count = a.columns - column < WIDE ? int(a.columns - column) : WIDE;
+        Wide<Value> left;
+        Wide<Other> right;
+        if constexpr (!IN_VECTORS) { left.clear(); right.clear(); }
+        left.template load<IN_VECTORS>(values + column * Value::size, count);
+        right.template load<IN_VECTORS>(other + column * Other::size, count);
+#pragma unroll
+        for (int c = 0; c < WIDE; ++c) sum += left.at(c) * right.at(c);
+    }
+    return sum;
+}
+
 }  // namespace hq
 
 extern "C" __global__ void __launch_bounds__(256) hq_dot(const __grid_constant__ hq::DotArguments a) {
@@ -28,16 +46,8 @@ extern "C" __global__ void __launch_bounds__(256) hq_dot(const __grid_constant__
     const i64 row = a.index ? a.index[slot] : slot;
     const char* values = a.values + row * a.row_bytes;
     const char* other = a.other + slot / a.choices * a.other_row_bytes;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (i64 column = threadIdx.x * COLUMNS; column < a.columns && row < a.rows; column += THREADS * COLUMNS) {
-        const int count = a.columns - column < COLUMNS ? int(a.columns - column) : COLUMNS;
-        float left[COLUMNS], right[COLUMNS];
-        load_columns<Value>(values + column * Value::size, left, count);
-        load_columns<Other>(other + column * Other::size, right, count);
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) sum += left[c] * right[c];
-    }
+    const bool in_vectors = (reinterpret_cast<u64>(values) | reinterpret_cast<u64>(other)) % 16 == 0 && a.columns % WIDE == 0;
+    float sum = row >= a.rows ? 0.0f : in_vectors ? dot<true>(a, values, other) : dot<false>(a, values, other);
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

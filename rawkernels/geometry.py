@@ -124,8 +124,8 @@ FINISH_TILE = Tile(8, 1024)
 RECORDS_TILE = Tile(32, 4096)
 """Rows and bytes of codes that a block packs or unpacks."""
 
-COMBINE_TILE = Tile(4, 1024)
-"""What a block of the combining kernel writes: 4 columns a thread."""
+COMBINE_TILE = Tile(2, 2048)
+"""What a block of the combining kernel writes: 8 columns a thread."""
 
 DOT_TILE = Tile(1, 1)
 """A block multiplies one row by another; its grid has no columns."""

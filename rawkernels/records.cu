@@ -1,55 +1,63 @@
 // Records: rows of a part as messages and back: grid (1 or more, rows, rows again) of tiles of 32 rows x 4096 bytes of codes.
 //
 // A record is a row's codes with their padding, its scales from the next 16 bytes on, its global scale from the next.
-// PACKS: record i is row index[i] of the part. Else row i of the part is record index[i], and zeros where there is none.
-// Generated before this text: Scale (u8 or float), PACKS. Scales lie apart by rows, so that a lane takes a row: what a
-// warp reads or writes of one block's scales lies together where rows do.
+// PACKS: row i of the part is read once and becomes the records index[i, :copies]. Else it becomes record index[i], and
+// zeros where there is none. Generated before this text: Scale (u8 or float), PACKS. Scales lie apart by rows, so that a
+// lane takes a row: what a warp reads or writes of one block's scales lies together where rows do.
 #include "group.cuh"
 
 namespace hq {
 
 struct RecordsArguments {
     char* codes;
-    i64 pitch16, rows;      // 16 bytes from row to row; rows of the part, where PACKS, else records
+    i64 pitch16, rows;      // 16 bytes from row to row of the part
     Scale* scales;
     const i64* starts;      // of each row its first scale, below 0: it is no row of the part; null: row i's is scale i
     const i64* steps;       // and from each of its scales to the next; null: step
     i64 step, blocks;
     float* globals;         // null: there are none
     char* records;
-    i64 record16, count;    // 16 bytes of a record; rows or records to write
-    const i64* index;       // null: in order
+    i64 record16, count;    // 16 bytes of a record; how many there are
+    const i64* index;       // (rows, copies); null: in order. From count on: none
+    i64 copies;
 };
 
 constexpr int ROWS = 32, VECTORS = 8, SCALES = 16 / sizeof(Scale);
 
-// Codes of the warp's share of lines, 4 KiB of each: `source` is the lane's own.
-HQ_FN void copy_codes(const RecordsArguments& a, i64 first, i64 source) {
+// The record of a row, or null.
+HQ_FN uint4* record_of(const RecordsArguments& a, i64 row, i64 copy) {
+    const i64 record = a.index ? a.index[row * a.copies + copy] : row;
+    return record < a.count ? reinterpret_cast<uint4*>(a.records) + record * a.record16 : nullptr;
+}
+
+// Codes of the warp's share of rows, 4 KiB of each.
+HQ_FN void copy_codes(const RecordsArguments& a, i64 first) {
     const i64 column = i64(blockIdx.x) * ROWS * VECTORS + threadIdx.x % 32;
-    for (int line = threadIdx.x / 32; line < ROWS && first + line < a.count; line += THREADS / 32) {
-        const i64 from = __shfl_sync(~0u, source, line), to = first + line;
-        const uint4* in = reinterpret_cast<const uint4*>(PACKS ? a.codes : a.records) + from * (PACKS ? a.pitch16 : a.record16);
-        uint4* out = reinterpret_cast<uint4*>(PACKS ? a.records : a.codes) + to * (PACKS ? a.record16 : a.pitch16);
+    for (i64 row = first + threadIdx.x / 32; row < first + ROWS && row < a.rows; row += THREADS / 32) {
+        uint4* codes = reinterpret_cast<uint4*>(a.codes) + row * a.pitch16;
+        const uint4* source = PACKS ? codes : record_of(a, row, 0);
         uint4 held[VECTORS];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             held[i] = make_uint4(0, 0, 0, 0);
-            if (from >= 0 && column + i * 32 < a.pitch16) held[i] = __ldcs(in + column + i * 32);
+            if (source && column + i * 32 < a.pitch16) held[i] = __ldcs(source + column + i * 32);
         }
+        for (i64 copy = 0; copy < (PACKS ? a.copies : 1); ++copy) {
+            uint4* target = PACKS ? record_of(a, row, copy) : codes;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-            if (column + i * 32 < a.pitch16) out[column + i * 32] = held[i];
+            for (int i = 0; i < VECTORS; ++i)
+                if (target && column + i * 32 < a.pitch16) target[column + i * 32] = held[i];
+        }
     }
 }
 
-// 16 bytes of the scales of the lane's line.
-HQ_FN void copy_scales(const RecordsArguments& a, i64 line, i64 source, i64 vector) {
-    const i64 row = PACKS ? source : line, record = PACKS ? line : source;
-    i64 at = row, step = a.step;
-    if (a.starts && row >= 0) { at = a.starts[row]; step = a.steps[row]; }
+// 16 bytes of the scales of the lane's row.
+HQ_FN void copy_scales(const RecordsArguments& a, i64 row, i64 at, i64 step, i64 vector) {
     union { uint4 vector; Scale each[SCALES]; } held = {make_uint4(0, 0, 0, 0)};
-    uint4* place = reinterpret_cast<uint4*>(a.records) + record * a.record16 + a.pitch16 + vector;
-    if (!PACKS && record >= 0) held.vector = __ldcs(place);
+    if (!PACKS) {
+        const uint4* record = record_of(a, row, 0);
+        if (record) held.vector = __ldcs(record + a.pitch16 + vector);
+    }
     if (at >= 0) {
 #pragma unroll
         for (int i = 0; i < SCALES; ++i) {
@@ -59,27 +67,37 @@ HQ_FN void copy_scales(const RecordsArguments& a, i64 line, i64 source, i64 vect
             if (PACKS) held.each[i] = *scale; else *scale = held.each[i];
         }
     }
-    if (PACKS) *place = held.vector;
+    if (!PACKS) return;
+    for (i64 copy = 0; copy < a.copies; ++copy) {
+        uint4* record = record_of(a, row, copy);
+        if (record) record[a.pitch16 + vector] = held.vector;
+    }
+}
+
+// The global scale of the lane's row, which lies behind so many vectors of scales.
+HQ_FN void copy_global(const RecordsArguments& a, i64 row, i64 vectors) {
+    if (!PACKS) {
+        const uint4* record = record_of(a, row, 0);
+        a.globals[row] = record ? float_of(record[a.pitch16 + vectors].x) : 0.0f;
+        return;
+    }
+    for (i64 copy = 0; copy < a.copies; ++copy) {
+        uint4* record = record_of(a, row, copy);
+        if (record) record[a.pitch16 + vectors] = make_uint4(bits_of(a.globals[row]), 0, 0, 0);
+    }
 }
 
 }  // namespace hq
 
-extern "C" __global__ void __launch_bounds__(256, 4) hq_records(const __grid_constant__ hq::RecordsArguments a) {
+extern "C" __global__ void __launch_bounds__(256, 3) hq_records(const __grid_constant__ hq::RecordsArguments a) {
     using namespace hq;
-    const i64 first = row_tile() * ROWS, line = first + threadIdx.x % 32;
-    if (first >= a.count) return;
-    i64 source = -1;
-    if (line < a.count) {
-        source = a.index ? a.index[line] : line;
-        if (source >= a.rows) source = -1;
-    }
-    copy_codes(a, first, source);
-    if (line >= a.count) return;
+    const i64 first = row_tile() * ROWS, row = first + threadIdx.x % 32;
+    copy_codes(a, first);
+    if (row >= a.rows) return;
+    i64 at = row, step = a.step;
+    if (a.starts) { at = a.starts[row]; step = a.steps[row]; }
     const int warps = THREADS / 32, warp = threadIdx.x / 32;
     const i64 vectors = (a.blocks + SCALES - 1) / SCALES;
-    for (i64 i = i64(blockIdx.x) * warps + warp; i < vectors; i += i64(gridDim.x) * warps) copy_scales(a, line, source, i);
-    if (!a.globals || blockIdx.x || warp) return;
-    const i64 at = (PACKS ? line : source) * a.record16 + a.pitch16 + vectors;
-    if (PACKS) reinterpret_cast<uint4*>(a.records)[at] = make_uint4(source < 0 ? 0 : bits_of(a.globals[source]), 0, 0, 0);
-    else a.globals[line] = source < 0 ? 0.0f : reinterpret_cast<const float*>(a.records)[at * 4];
+    for (i64 i = i64(blockIdx.x) * warps + warp; i < vectors; i += i64(gridDim.x) * warps) copy_scales(a, row, at, step, i);
+    if (a.globals && !blockIdx.x && !warp) copy_global(a, row, vectors);
 }

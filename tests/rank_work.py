@@ -307,7 +307,8 @@ def expert_network(ranks, recipe, capacity):
     dh, ddown, dweights = experts_backward(dy, second, ranks)
     dx, dup, none = experts_backward(dh * (h > 0), first, ranks)
     assert none is None and len(h) == len(dh) == route.arriving
-    return [host(value) for value in (y, dx, dup, ddown, dweights)]
+    count = int(host(route.sizes).sum())
+    return [host(value) for value in (y, dx, dup, ddown, dweights, h[:count], dh[:count])]
 
 
 def torch_expert_network(ranks, recipe, capacity):

@@ -133,11 +133,14 @@ def test_layers_of_experts_one_after_another_send_their_tokens_once(recipe, capa
     each, _ = experts_forward(x[slots // 2], up, make_route(choices.reshape(-1, 1)[slots], EXPERTS, Alone()), recipe,
                               Alone(), seed=rank_work.SEED)
     np.testing.assert_array_equal(h, each)
-    y, second = experts_forward(h * (h > 0), down, route, recipe, Alone(), weights=weights, seed=rank_work.SEED,
-                                dispatches=False)
+    *found, found_h, found_dh = gathered(pool, rank_work.expert_network, recipe, capacity)
+    expect_near([found_h], [h], pool, recipe)
+    # from here on with theirs: another last bit of a product is another code
+    y, second = experts_forward(found_h * (found_h > 0), down, route, recipe, Alone(), weights=weights,
+                                seed=rank_work.SEED, dispatches=False)
     dh, ddown, dweights = experts_backward(dy, second, Alone())
-    dx, dup, _ = experts_backward(dh * (h > 0), first, Alone())
-    found = gathered(pool, rank_work.expert_network, recipe, capacity)
+    expect_near([found_dh], [dh], pool, recipe)
+    dx, dup, _ = experts_backward(found_dh * (found_h > 0), first, Alone())
     expect_near(found, [y, dx, dup, ddown, dweights], pool, recipe)
 
 

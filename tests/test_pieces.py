@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hqarray.interop.pieces import BYTES, Move, block, bytes_of, move, take_rows
+from hqarray.interop.pieces import BYTES, Move, block, bytes_of, move, spread_rows
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
@@ -42,19 +42,23 @@ def test_blocks_arrive_where_a_loop_puts_them_and_nothing_else_changes(xp, offse
     np.testing.assert_array_equal(host(there), expected)
 
 
+@pytest.mark.parametrize("copies", [None, 1, 3])
 @pytest.mark.parametrize("width", [0, 1, 2, 6, 8, 24, 48, 4096])
 @pytest.mark.parametrize("start", [0, 1, 8])
-def test_rows_are_taken_by_an_index_whatever_their_width_and_alignment(xp, width, start):
-    rows, index = random_bytes(40, width), np.random.default_rng(1).integers(0, 40, 100)
+def test_rows_lie_at_their_places_whatever_their_width_and_alignment(xp, width, start, copies):
+    rows, order = random_bytes(40, width), np.random.default_rng(1).permutation(40 * (copies or 1))
     held = xp.zeros(rows.size + 16, np.uint8)
     given = block(memory(held), start, rows.shape)
     given[...] = xp.asarray(rows)
-    np.testing.assert_array_equal(host(take_rows(given, xp.asarray(index))), rows[index])
+    places, count = np.argsort(order), len(order) - 7  # the last seven have none
+    places = places if copies is None else places.reshape(40, copies)
+    found = host(spread_rows(given, xp.asarray(places), count))
+    np.testing.assert_array_equal(found, rows[order[:count] // (copies or 1)])
 
 
-def test_of_no_rows_zeros_are_taken(xp):
-    found = take_rows(xp.empty((0, 32), BYTES), xp.zeros(3, np.int64))
-    assert found.shape == (3, 32) and not host(found).any()
+def test_no_rows_go_nowhere(xp):
+    assert spread_rows(xp.empty((0, 32), BYTES), xp.zeros((0, 2), np.int64), 3).shape == (3, 32)
+    assert spread_rows(xp.ones((2, 32), BYTES), xp.zeros((2, 0), np.int64), 0).shape == (0, 32)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.float16])

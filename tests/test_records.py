@@ -74,10 +74,10 @@ class Fibers:
     def lines(self, lines):
         return replace(lines, **{field.name: self.place(getattr(lines, field.name)) for field in fields(lines)})
 
-    def pack(self, lines, index=None):
-        messages = aligned(np.full((len(lines.codes) if index is None else len(index), lines.record.nbytes), 0xA5,
-                                   np.uint8))
-        self.module.pack(self.lines(lines), self.place(index), Placed(messages))
+    def pack(self, lines, places=None, count=None):
+        count = len(lines.codes) if count is None else count
+        messages = aligned(np.full((count, lines.record.nbytes), 0xA5, np.uint8))
+        self.module.pack(self.lines(lines), self.place(places), Placed(messages))
         return messages
 
     def unpack(self, messages, lines, index):
@@ -104,8 +104,8 @@ class Gpu:
     def lines(self, lines):
         return replace(lines, **{field.name: self.place(getattr(lines, field.name)) for field in fields(lines)})
 
-    def pack(self, lines, index=None):
-        return pack(self.lines(lines), self.place(index)).get()
+    def pack(self, lines, places=None, count=None):
+        return pack(self.lines(lines), self.place(places), count).get()
 
     def unpack(self, messages, lines, index):
         there = self.lines(lines)
@@ -143,13 +143,20 @@ def rows_of(part):
     return replace(lines, codes=aligned(lines.codes))
 
 
+def copied(rows, copies, seed=2):
+    """Places of so many copies of each row, and which row each record then is."""
+    order = np.random.default_rng(seed).permutation(rows * copies)
+    return np.argsort(order).reshape(rows, copies), order // max(copies, 1)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_that_went_as_records_are_those_rows_quantized(name, shape, engine):
+def test_rows_that_went_as_records_are_those_rows_quantized(name, shape, copies, engine):
     """The oracle: a row's codes and scales are its own, so that chosen rows quantized are the rows chosen."""
-    x, index = values(shape), np.random.default_rng(2).integers(0, max(shape[0], 1), 40 if shape[0] else 0)
+    x, (places, index) = values(shape), copied(shape[0], copies)
     part = hq.quantize(x, rowwise=name).rowwise
-    messages = engine.pack(rows_of(part), index)
+    messages = engine.pack(rows_of(part), places if copies > 1 else places[:, 0], len(index))
     assert messages.shape == (len(index), Record(part.format, shape[1]).nbytes)
     order = np.random.default_rng(3).permutation(len(index))
     amax = np.abs(x.astype(np.float32)).max() if x.size and part.format.measures_amax else None
@@ -166,12 +173,14 @@ def test_rows_that_went_as_records_are_those_rows_quantized(name, shape, engine)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_where_there_is_no_such_row_or_record_zeros_are_written(name, engine):
+def test_rows_without_a_place_go_nowhere_and_rows_without_a_record_are_zeros(name, engine):
     part = hq.quantize(values((9, 100)), rowwise=name).rowwise
-    index = np.array([9, 0, 8, 12, 3])
-    messages = engine.pack(rows_of(part), index)
-    assert not messages[[0, 3]].any() and messages[[1, 2, 4]].any(axis=1).all()
-    np.testing.assert_array_equal(messages, reference(rows_of(part), index))
+    places = np.full((9, 2), 5)
+    places[[0, 8, 3, 0], [0, 0, 1, 1]] = [1, 2, 4, 99]
+    messages = engine.pack(rows_of(part), places, 5)
+    expected = reference(rows_of(part), places, 5)
+    np.testing.assert_array_equal(messages[[1, 2, 4]], expected[[1, 2, 4]])
+    assert expected[[1, 2, 4]].any(axis=1).all() and not expected[[0, 3]].any()
     found = zeros_part(part.format, (4, 100), np)
     testing.poison(found)
     lines = rows_of(found)
@@ -184,9 +193,9 @@ def test_where_there_is_no_such_row_or_record_zeros_are_written(name, engine):
         assert lines.globals.tolist() == [part.global_scale[0], 0, part.global_scale[8], 0]
 
 
-def reference(lines, index):
-    messages = np.empty((len(index), lines.record.nbytes), np.uint8)
-    reference_records.pack(lines, index, messages)
+def reference(lines, places, count):
+    messages = np.empty((count, lines.record.nbytes), np.uint8)
+    reference_records.pack(lines, places, messages)
     return messages
 
 
@@ -205,13 +214,13 @@ def test_rows_of_a_groups_members_lie_where_starts_and_steps_say(name, engine):
     starts[: len(member)], steps[: len(member)] = firsts[member] + place, pitches[member]
     lines = replace(Lines.of_group(group, starts, steps), codes=aligned(group.padded_codes.view(np.uint8)))
     index = np.random.default_rng(5).permutation(len(member))
-    messages = engine.pack(lines, index)
-    np.testing.assert_array_equal(messages, reference(lines, index))
-    for i, row in enumerate(index[:10]):
-        alone = hq.quantize(values((capacity, k))[row : row + 1], rowwise=name).rowwise
-        assert np.array_equal(messages[i : i + 1], reference(rows_of(alone), np.zeros(1, int)))
     back = np.full(capacity, len(index))
     back[index] = np.arange(len(index))
+    messages = engine.pack(lines, back, len(index))
+    np.testing.assert_array_equal(messages, reference(lines, back, len(index)))
+    for i, row in enumerate(index[:10]):
+        alone = hq.quantize(values((capacity, k))[row : row + 1], rowwise=name).rowwise
+        assert np.array_equal(messages[i : i + 1], reference(rows_of(alone), None, 1))
     target = replace(lines, codes=aligned(np.full_like(lines.codes, 0xA5)), scales=np.full_like(lines.scales, 5),
                      globals=None if lines.globals is None else np.full_like(lines.globals, 5))
     engine.unpack(messages, target, back)

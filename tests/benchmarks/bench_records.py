@@ -33,15 +33,15 @@ def random_rows(*shape: int) -> cupy.ndarray:
 
 
 def calls_of(name: str, x: cupy.ndarray, slots: cupy.ndarray) -> dict[str, tuple[Call, int]]:
-    """pack and unpack of a format, with the bytes that each reads and writes."""
+    """pack and unpack of a format, with the bytes that each reads and writes: a token is read once."""
     part = hq.quantize(x, rowwise=name).part("rowwise").packed()
-    lines, count, of_slots = Lines.of_part(part), len(slots), slots // TOP
-    messages = record_ops.pack(lines, of_slots)
+    lines, count, places = Lines.of_part(part), len(slots), slots.reshape(-1, TOP)
+    messages = record_ops.pack(lines, places, count)
     arrived = Lines.of_part(zeros_part(part.format, (count, x.shape[1]), cupy))
-    nbytes = 2 * count * lines.record.nbytes
+    nbytes = lines.record.nbytes
     return {
-        f"pack {name}": (lambda: record_ops.pack(lines, of_slots), nbytes),
-        f"unpack {name}": (lambda: record_ops.unpack(messages, arrived, slots), nbytes),
+        f"pack {name}": (lambda: record_ops.pack(lines, places, count), (len(x) + count) * nbytes),
+        f"unpack {name}": (lambda: record_ops.unpack(messages, arrived, slots), 2 * count * nbytes),
     }
 
 
