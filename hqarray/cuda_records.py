@@ -66,8 +66,8 @@ def _pointer(array: Array | None) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _combine_kernel(dtype: str, tokens: int, columns: int, device: int) -> Kernel:
-    launch = traits.combine_launch(dtype)
+def _combine_kernel(dtype: str, aligned: bool, tokens: int, columns: int, device: int) -> Kernel:
+    launch = traits.combine_launch(dtype, aligned)
     return kernel_of(launch, geometry.grid(launch.tile, tokens, columns), device)
 
 
@@ -82,7 +82,8 @@ def weighted_sum(rows: Array, shape: tuple[int, int], index: Array | None, weigh
     rows = _in_rows(rows)
     if weights is not None:
         weights = cupy.ascontiguousarray(weights)
-    _combine_kernel(rows.dtype.name, tokens, columns, device).launch(
+    aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0 and columns % 8 == 0
+    _combine_kernel(rows.dtype.name, aligned, tokens, columns, device).launch(
         stream_of(device), _COMBINE, rows.data.ptr, rows.strides[0], len(rows), _pointer(index), _pointer(weights),
         sums.data.ptr, sums.strides[0], tokens, choices, columns,
     )

@@ -80,7 +80,8 @@ def specialisations(*, pairs: bool = False, dtypes: Iterable[str] = DTYPES) -> I
             source = traits.records_launch(packs, scale_bytes).source
             yield Specialisation(f"{what} records, scales of {scale_bytes} bytes", source, True)
     for dtype in DTYPES:
-        yield Specialisation(f"combine {dtype}", traits.combine_launch(dtype).source, True)
+        yield Specialisation(f"combine {dtype}", traits.combine_launch(dtype, True).source, True)
+        yield Specialisation(f"combine {dtype}, any rows", traits.combine_launch(dtype, False).source, False)
         yield Specialisation(f"dot {dtype}", traits.dot_launch(dtype, dtype).source, True)
         if dtype != "float32":  # a gradient beside what it is of
             yield Specialisation(f"dot {dtype} with float32", traits.dot_launch(dtype, "float32").source, True)

@@ -2,7 +2,8 @@
 //
 // OUT[t] = the sum over choices j of WEIGHTS[t, j] * VALUES[index[t, j]], float32 products and sums in the order of the
 // choices, rounded once; where there is no such row it counts as zeros. All loads of DEPTH choices of ROWS tokens come
-// before the first sum. Generated before this text: Value, ROWS.
+// before the first sum. Generated before this text: Value, ROWS, MIN_BLOCKS, ALIGNED: all rows lie on 16 bytes, and columns
+// are a multiple of WIDE.
 #include "columns.cuh"
 #include "group.cuh"
 
@@ -19,9 +20,12 @@ struct CombineArguments {
 
 constexpr int DEPTH = 2;
 
-// IN_VECTORS: all rows and sums lie on 16 bytes.
-template <bool IN_VECTORS>
-HQ_FN void combine(const CombineArguments& a, i64 first, i64 column) {
+}  // namespace hq
+
+extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) hq_combine(const __grid_constant__ hq::CombineArguments a) {
+    using namespace hq;
+    const i64 column = (i64(blockIdx.x) * THREADS + threadIdx.x) * WIDE, first = row_tile() * ROWS;
+    if (column >= a.columns) return;
     const int count = a.columns - column < WIDE ? int(a.columns - column) : WIDE;
     float sum[ROWS][WIDE] = {};
     for (i64 choice = 0; choice < a.choices; choice += DEPTH) {
@@ -36,7 +40,7 @@ HQ_FN void combine(const CombineArguments& a, i64 first, i64 column) {
                 if (first + r >= a.tokens || choice + d >= a.choices) continue;
                 const i64 slot = (first + r) * a.choices + choice + d, row = a.index ? a.index[slot] : slot;
                 if (a.weights) weight[r][d] = a.weights[slot];
-                if (row < a.rows) held[r][d].template load<IN_VECTORS>(a.values + row * a.row_bytes + column * Value::size, count);
+                if (row < a.rows) held[r][d].template load<ALIGNED>(a.values + row * a.row_bytes + column * Value::size, count);
             }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
@@ -60,14 +64,4 @@ HQ_FN void combine(const CombineArguments& a, i64 first, i64 column) {
             if (half < count) store<Value>(out + half * Value::size, part, count - half);
         }
     }
-}
-
-}  // namespace hq
-
-extern "C" __global__ void __launch_bounds__(256) hq_combine(const __grid_constant__ hq::CombineArguments a) {
-    using namespace hq;
-    const i64 column = (i64(blockIdx.x) * THREADS + threadIdx.x) * WIDE, first = row_tile() * ROWS;
-    if (column >= a.columns) return;
-    const bool in_vectors = (reinterpret_cast<u64>(a.values) | a.row_bytes) % 16 == 0 && column + WIDE <= a.columns;
-    if (in_vectors) combine<true>(a, first, column); else combine<false>(a, first, column);
 }

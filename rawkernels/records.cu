@@ -1,4 +1,4 @@
-// Records: rows of a part as messages and back: grid (1 or more, rows, rows again) of tiles of 32 rows x 4096 bytes of codes.
+// Records: rows of a part as messages and back: grid (1 or more, rows, rows again) of tiles of 32 rows x 1024 bytes of codes.
 //
 // A record is a row's codes with their padding, its scales from the next 16 bytes on, its global scale from the next.
 // PACKS: row i of the part is read once and becomes the records index[i, :copies]. Else it becomes record index[i], and
@@ -22,7 +22,7 @@ struct RecordsArguments {
     i64 copies;
 };
 
-constexpr int ROWS = 32, VECTORS = 8, SCALES = 16 / sizeof(Scale);
+constexpr int ROWS = 32, VECTORS = 2, SCALES = 16 / sizeof(Scale);
 
 // The record of a row, or null.
 HQ_FN uint4* record_of(const RecordsArguments& a, i64 row, i64 copy) {
@@ -30,7 +30,7 @@ HQ_FN uint4* record_of(const RecordsArguments& a, i64 row, i64 copy) {
     return record < a.count ? reinterpret_cast<uint4*>(a.records) + record * a.record16 : nullptr;
 }
 
-// Codes of the warp's share of rows, 4 KiB of each.
+// Codes of the warp's share of rows, 1 KiB of each.
 HQ_FN void copy_codes(const RecordsArguments& a, i64 first) {
     const i64 column = i64(blockIdx.x) * ROWS * VECTORS + threadIdx.x % 32;
     for (i64 row = first + threadIdx.x / 32; row < first + ROWS && row < a.rows; row += THREADS / 32) {
@@ -67,8 +67,7 @@ HQ_FN void copy_scales(const RecordsArguments& a, i64 row, i64 at, i64 step, i64
             if (PACKS) held.each[i] = *scale; else *scale = held.each[i];
         }
     }
-    if (!PACKS) return;
-    for (i64 copy = 0; copy < a.copies; ++copy) {
+    for (i64 copy = 0; copy < (PACKS ? a.copies : 0); ++copy) {
         uint4* record = record_of(a, row, copy);
         if (record) record[a.pitch16 + vector] = held.vector;
     }
@@ -79,9 +78,8 @@ HQ_FN void copy_global(const RecordsArguments& a, i64 row, i64 vectors) {
     if (!PACKS) {
         const uint4* record = record_of(a, row, 0);
         a.globals[row] = record ? float_of(record[a.pitch16 + vectors].x) : 0.0f;
-        return;
     }
-    for (i64 copy = 0; copy < a.copies; ++copy) {
+    for (i64 copy = 0; copy < (PACKS ? a.copies : 0); ++copy) {
         uint4* record = record_of(a, row, copy);
         if (record) record[a.pitch16 + vectors] = make_uint4(bits_of(a.globals[row]), 0, 0, 0);
     }
@@ -89,7 +87,7 @@ HQ_FN void copy_global(const RecordsArguments& a, i64 row, i64 vectors) {
 
 }  // namespace hq
 
-extern "C" __global__ void __launch_bounds__(256, 3) hq_records(const __grid_constant__ hq::RecordsArguments a) {
+extern "C" __global__ void __launch_bounds__(256, hq::PACKS ? 4 : 3) hq_records(const __grid_constant__ hq::RecordsArguments a) {
     using namespace hq;
     const i64 first = row_tile() * ROWS, row = first + threadIdx.x % 32;
     copy_codes(a, first);

@@ -258,10 +258,12 @@ def records_launch(packs: bool, scale_bytes: int) -> Launch:
     return Launch(Source("records.cu", "hq_records", text), geometry.RECORDS_TILE, 0)
 
 
-def combine_launch(dtype: str) -> Launch:
-    """The kernel that sums rows by weight."""
+def combine_launch(dtype: str, aligned: bool) -> Launch:
+    """The kernel that sums rows by weight; aligned: they lie on 16 bytes, and columns are a multiple of 8."""
     tile = geometry.COMBINE_TILE
-    text = _TILE_CONSTANTS + f"typedef {wide(dtype)} Value;\nconstexpr int ROWS = {tile.rows};\n"
+    text = "#define GROUPED 0\ntypedef BFloat16 Input;\n"
+    text += _tile(geometry.SQUARE, aligned, geometry.combine_min_blocks(dtype, aligned))
+    text += f"typedef {wide(dtype)} Value;\nconstexpr int ROWS = {tile.rows};\n"
     return Launch(Source("combine.cu", "hq_combine", text), tile, 0)
 
 
