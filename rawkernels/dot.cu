@@ -1,7 +1,7 @@
-// Dot: grid (1, slots, slots again), a block of 256 threads for each slot. OUT[t, j] = VALUES[index[t, j]] . OTHER[t],
-// products and sums in float32, 8 columns a thread at a time and then over the block: always in the same order. Where there
-// is no such row the product is 0.
+// Dot: grid (1, slots, slots again) of tiles of one slot, a block of 256 threads each.
 //
+// OUT[t, j] = VALUES[index[t, j]] . OTHER[t], products and sums in float32, 8 columns a thread at a time and then over the
+// block: always in the same order. Where there is no such row the product is 0.
 // Generated before this text: Value and Other (types).
 #include "columns.cuh"
 #include "group.cuh"
