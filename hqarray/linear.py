@@ -85,6 +85,8 @@ def linear_backward(
     """
     seed = saved.seed if seed is None else seed
     x, w, (x_shape, (n, _)) = saved.x, saved.w, saved.shapes
+    if x is None and dw is not None:
+        raise ValueError("dw= is given, and linear_forward was told by needs= that the gradient of w is not needed")
     if x is None and w is None:
         return None, None
     hdy = quantize_operand(

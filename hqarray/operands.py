@@ -147,6 +147,11 @@ def _read_npz(path: Path) -> Iterator[tuple[str, Values | str]]:
             yield name.removesuffix(".npy"), array
 
 
+CODES = re.compile(r"(_packed|_blocks|\.blocks|\.codes)$")
+SCALES = re.compile(r"[._](global_)?scales?(_inv|_2)?$")
+"""Endings of the names of codes and of scales, in the styles of checkpoints that are read, and in our own."""
+
+
 def _itemsize(type: str) -> float:
     """Bytes of an element, half ones of FP4."""
     return TYPES[type].bits / 8 if type in TYPES else 0
@@ -159,13 +164,12 @@ def _is_no_float(type: str) -> bool:
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, Values | str]]:
     file = TensorFile.open(path)
-    codes = {name: name.removesuffix("_packed").removesuffix(".codes")
-             for name, tensor in file.tensors.items() if _itemsize(tensor.type) < 2}
+    codes = {CODES.sub("", name): name for name, tensor in file.tensors.items() if _itemsize(tensor.type) < 2}
     for name, tensor in file.tensors.items():
-        of = [code for code, stem in codes.items()
-              if code != name and name.startswith((f"{stem}_", f"{stem}.")) and "scale" in name[len(stem) :]]
-        if of:
-            yield name, f"it is a scale of the quantized {of[0]}"
+        scale = SCALES.search(name)
+        owner = codes.get(name[: scale.start()]) if scale is not None else None
+        if owner not in (None, name):
+            yield name, f"it is a scale of the quantized {owner}"
         elif _is_no_float(tensor.type):
             yield name, f"{tensor.type} is not a float type this quantizes; hqarray.interop.safetensors.load decodes it"
         elif len(tensor.shape) != 2 and tensor.begin < tensor.end:

@@ -72,6 +72,7 @@ def _end(processes: Iterable[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():  # stopped, so that it does not hear
             process.kill()
+            process.join()
 
 
 __all__ = ["WorkerDied", "in_processes"]

@@ -25,7 +25,7 @@ def pack(lines: Lines, places: Array | None = None, count: int | None = None) ->
     count   of records; None: as many as rows
     """
     if places is None and lines.record.nbytes == lines.record.pitch:
-        return lines.codes
+        return lines.codes[:count]
     count = len(lines.codes) if count is None else count
     messages: Array = namespace(lines.codes).empty((count, lines.record.nbytes), np.uint8)
     if messages.size and lines.codes.shape[0] and (places is None or places.size):

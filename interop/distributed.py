@@ -10,35 +10,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
 
 import numpy as np
 
 from hqarray.buffers import ordinal_of
+from hqarray.grouped_parts import on_device
 from hqarray.inputs import place
 from hqarray.layout import Array, namespace
 
+from .agreement import Agreement, CollectiveError
 from .pieces import BYTES, block
 
 FLOAT32 = np.dtype(np.float32)
 
-LONGEST = 1024
-"""Bytes of what a rank tells the others."""
-
-REFUSED = "refused: "
-
 NOT_A_MEMBER = -100
 """What torch.distributed.new_group gives a process that is not in the group."""
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed on this rank: its name, rank and shapes, and the engine's own words."""
 
 
 class Bytes(NamedTuple):
@@ -65,40 +57,6 @@ class Bytes(NamedTuple):
         return ordinal_of(self.memory)
 
 
-class _Agreement:
-    """What this rank gave to a call, and then what the others did; see Ranks.agreement."""
-
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self.ranks, self.what = ranks, what
-
-    def __enter__(self) -> list[Any]:
-        self.said: list[Any] = []
-        return self.said
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not self.ranks.checks or self.ranks.size == 1:
-            return
-        if error is None:
-            text = f"{self.what}: {', '.join(map(repr, self.said))}"
-            self._compare(self.ranks.told(f"{crc32(text.encode()):08x} {text}"))  # the text may be cut
-        elif isinstance(error, Exception):
-            with suppress(CollectiveError):  # the error that is raised says more
-                self.ranks.told(f"{REFUSED}{kind.__name__}: {error}")
-
-    def _compare(self, every: list[str]) -> None:
-        for rank, text in enumerate(every):
-            if text.startswith(REFUSED):
-                raise CollectiveError(
-                    f"{self.what} on {self.ranks} is not begun, since rank {rank} refused: {text.removeprefix(REFUSED)}"
-                )
-        if len(set(every)) > 1:
-            each = "\n".join(f"  rank {rank} {text[9:]}" for rank, text in enumerate(every))
-            raise CollectiveError(
-                f"{self.what} on {self.ranks} is not begun, since the ranks gave what does not go together; give the "
-                f"same on all:\n{each}"
-            )
-
-
 class Ranks(ABC):
     """So many processes, each with a rank; an engine says how five collectives are done.
 
@@ -116,7 +74,7 @@ class Ranks(ABC):
     engine: str
     checks: bool = False
 
-    def agreement(self, what: str) -> _Agreement:
+    def agreement(self, what: str) -> Agreement:
         """Around what a call does with its arguments before it sends anything.
 
             with ranks.agreement("dispatch") as said:
@@ -126,16 +84,7 @@ class Ranks(ABC):
         At its end, where `checks` is set, every rank reads what the others said, and all raise CollectiveError where
         one refused or said something else. Otherwise it costs nothing.
         """
-        return _Agreement(self, what)
-
-    def told(self, text: str) -> list[str]:
-        """What each rank says, in a few hundred characters. Synchronises."""
-        module, said = self._module(), text.encode()[:LONGEST]
-        mine, every = module.zeros((1, LONGEST), np.uint8), module.empty((self.size, LONGEST), np.uint8)
-        mine[0, : len(said)] = module.asarray(np.frombuffer(said, np.uint8))
-        self.all_gather(mine, every)
-        rows = every.get() if hasattr(every, "get") else every
-        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        return Agreement(self, what)
 
     def all_reduce_max(self, array: Array) -> None:
         """Each element becomes the largest that any rank holds there; float32, in place."""
@@ -203,8 +152,8 @@ class Ranks(ABC):
     # --- what an engine does; arrays are (rows, bytes) but for sums and maxima ---
 
     @abstractmethod
-    def _module(self) -> Any:
-        """NumPy or CuPy: whose arrays it sends."""
+    def place(self) -> tuple[Any, Any]:
+        """NumPy or CuPy, whose arrays it sends, and a context of the device that they lie on."""
 
     @abstractmethod
     def _all_reduce_max(self, array: Array) -> None: ...
@@ -262,10 +211,10 @@ def _rows(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8).reshape(len(array), prod(array.shape[1:]) * array.itemsize)
 
 
-def _cupy() -> Any:
+def _on_gpu(ordinal: int) -> tuple[Any, Any]:
     import cupy
 
-    return cupy
+    return cupy, cupy.cuda.Device(ordinal)
 
 
 def _nothing() -> None:
@@ -285,8 +234,8 @@ class Alone(Ranks):
 
     rank, size, engine = 0, 1, "one process"
 
-    def _module(self) -> Any:
-        return np
+    def place(self) -> tuple[Any, Any]:
+        return np, nullcontext()
 
     def _all_reduce_max(self, array: Array) -> None:
         raise NotImplementedError  # never called: one rank's is the largest
@@ -319,6 +268,7 @@ class TorchRanks(Ranks):
     """
 
     def __init__(self, group: Any = None) -> None:
+        import torch
         import torch.distributed as dist
 
         from . import torch_arrays
@@ -329,9 +279,11 @@ class TorchRanks(Ranks):
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
-        backend = dist.get_backend(self.group)
-        self.engine, self.checks, self._is_cpu = f"torch.distributed, {backend}", backend == "gloo", "gloo" in backend
-        self._dist, self._arrays = dist, torch_arrays
+        self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
+        kinds = {device.type for device in self.group._device_types}
+        self._is_cpu = "cpu" in kinds
+        self.checks = self._is_cpu and ("cuda" not in kinds or not torch.cuda.is_available())
+        self._dist, self._arrays, self._device = dist, torch_arrays, torch.cuda.current_device
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -347,8 +299,8 @@ class TorchRanks(Ranks):
         cuda.order(ordinal, torch_first=True)
         return result
 
-    def _module(self) -> Any:
-        return np if self._is_cpu else _cupy()
+    def place(self) -> tuple[Any, Any]:
+        return (np, nullcontext()) if self._is_cpu else _on_gpu(self._device())
 
     def _options(self, kind: str, *, beside: bool = False) -> Any:
         """Options of an operation on the caller's stream, which then may have no work to wait for, or beside it."""
@@ -426,15 +378,14 @@ class TorchRanks(Ranks):
             lists.append((out, sent))
         if len(lists) == 1:
             return group.alltoall(*lists[0], options)
-        device, is_whole = messages[0][0].device, False
+        device = messages[0][0].device
         group._start_coalescing(device)
         try:
             for out, sent in lists:
                 group.alltoall(out, sent, options)
-            is_whole = True
         finally:
             work = group._end_coalescing(device)
-        return work if is_whole else None
+        return work
 
     def _reduce_scatter(self, array: Array, out: Array) -> None:
         tensor = self._arrays.as_tensor
@@ -459,8 +410,8 @@ class NcclRanks(Ranks):
         self.engine = "CuPy, NCCL"
         self._nccl, self._stream = nccl, get_current_stream
 
-    def _module(self) -> Any:
-        return _cupy()
+    def place(self) -> tuple[Any, Any]:
+        return _on_gpu(self.communicator.device_id())
 
     def _all_reduce_max(self, array: Array) -> None:
         nccl, at = self._nccl, array.data.ptr
@@ -557,9 +508,10 @@ def exchange(ranks: Ranks, numbers: Sequence[int], like: Array) -> list[tuple[in
     like  an array where the engine works: it says where the numbers are sent from
     """
     module = namespace(like)
-    mine = module.asarray(np.array([numbers], np.int64))
-    every = module.empty((ranks.size, len(numbers)), np.int64)
-    ranks.all_gather(mine, every)
+    with on_device(like.device):
+        mine = module.asarray(np.array([numbers], np.int64))
+        every = module.empty((ranks.size, len(numbers)), np.int64)
+        ranks.all_gather(mine, every)
     return [tuple(row) for row in (every.get() if hasattr(every, "get") else every).tolist()]
 
 

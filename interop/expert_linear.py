@@ -24,7 +24,7 @@ from hqarray.grouped_parts import GroupedPart, on_device
 from hqarray.inputs import as_array
 from hqarray.layout import Array
 from hqarray.linear import seed_of
-from hqarray.recipes import Recipe, Role, as_recipe
+from hqarray.recipes import ROLES, Recipe, Role, as_recipe
 from hqarray.record_ops import dots, weighted_sum
 from hqarray.records import can_travel
 
@@ -72,15 +72,16 @@ def experts_forward(
                 back
     needs       whether the gradients of x, w and weights will be asked for, the same on all ranks; what none of them
                 reads is neither quantized nor kept
-    returns     y (tokens, n), and what experts_backward takes
+    returns     y (tokens, n), or (route.arriving, n) where it does not combine, and what experts_backward takes
 
     Rows of no expert, which a capacity leaves behind the others, are neither read nor of any meaning.
 
     Raises ValueError for operands that are not the route's, and for delayed scaling: which tokens an expert has differs
     from step to step.
     """
-    ranks, recipe = as_ranks(ranks), as_recipe(recipe)
+    ranks = as_ranks(ranks)
     with ranks.agreement("experts_forward") as said:
+        recipe = as_recipe(recipe)
         x, w = as_array(x, "x"), as_array(w, "w")
         if recipe.delayed is not None:
             raise ValueError(f"the recipe {recipe.name} takes amaxes of earlier steps, which experts do not keep; give "
@@ -90,7 +91,9 @@ def experts_forward(
             raise ValueError(f"weights on {ranks} are those of the sum over a token's choices; give them to the layer "
                              f"that combines")
         weights = None if weights is None else as_weights(weights, route, ranks)
-        said += recipe, w.shape, w.dtype, x.dtype, dispatches, combines, needs
+        if seed is None and any(recipe.stochastic(role) for role in ROLES[:2]):
+            raise ValueError(f"the recipe {recipe.name} rounds at random and needs seed=, the same on all ranks")
+        said += recipe.name, w.shape, w.dtype, x.dtype, dispatches, combines, needs, seed
     needs_x, needs_w, needs_weights = needs
     take = _arrived if dispatches else _here
     gx = take(x, route, recipe, "input", ranks, seed, columns=needs_w)
@@ -122,7 +125,7 @@ def experts_backward(dy: Any, saved: SavedExperts, ranks: Any) -> tuple[Array | 
         shape = route.tokens if combined else route.arriving, saved.n
         if dy.shape != shape:
             raise ValueError(f"dy on {ranks} has the shape of y, {shape}, not {dy.shape}")
-        said += saved.recipe, dy.dtype, saved.x is None, saved.w is None
+        said += saved.recipe.name, dy.dtype, saved.x is None, saved.w is None, saved.seed
     dx = dw = dweights = None
     if saved.x is not None or saved.w is not None:
         take = _arrived if combined else _here

@@ -92,6 +92,7 @@ class Route:
         return namespace(self.wanted).maximum(self.wanted - self.capacity, 0)
 
     def remembered(self, name: tuple[Any, ...], make: Callable[[], Array]) -> Array:
+        """What was made under this name, which says all that it depends on beside the route, or is made now."""
         if isinstance(self.order, np.ndarray):
             name = *name, None
         else:
@@ -189,8 +190,8 @@ def _routed(choices: Array, num_experts: int, ranks: Ranks, capacity: int | None
     sources = places if capacity is None else module.where(is_there, places, count)
     sorted_at = sent_at = _inverse(order)
     if capacity is not None:
-        row, run, _ = _runs(wanted, len(order))
-        sent_at = module.where(row < capacity, row + run * capacity, ranks.size * capacity)[sorted_at]
+        row, run, is_wanted = _runs(wanted, len(order))
+        sent_at = module.where(is_wanted & (row < capacity), row + run * capacity, ranks.size * capacity)[sorted_at]
     tokens, top = choices.shape
     return Route(
         tokens, top, order, sorted_at, lengths, wanted, received, capacity, shares,
@@ -425,7 +426,7 @@ def returned(
         found = _send_back(pack(_rows_of(y, record), route.sources, route.arriving), route, ranks)
         slots = zeros_part(wanted, (len(route.sent_at), y.shape[1]), namespace(y))
         unpack(found, Lines.of_part(slots), route.sent_at)
-        return HybridArray(slots, dtype=dtype).dequantize(), None, weights
+        return HybridArray(slots, dtype=dtype).dequantize().astype(y.dtype, copy=False), None, weights
 
 
 __all__ = ["Route", "combine", "dispatch", "make_route"]

@@ -64,7 +64,7 @@ class Spread:
         sizes  (m, n, k) of the whole: x (m, k), w (n, k), y (m, n)
         ranks  how many there are, or ranks as as_ranks takes them
         """
-        recipe, count = as_recipe(recipe), ranks if isinstance(ranks, int) else as_ranks(ranks).size
+        recipe, count = as_recipe(recipe), int(ranks) if isinstance(ranks, (int, np.integer)) else as_ranks(ranks).size
         x, w, dy = (shard_alignment(rowwise=recipe[role][0], columnwise=recipe[role][1])
                     for role in ("input", "weight", "grad_output"))
         (m, n, k), is_columns = sizes, kind == "columns"
@@ -120,8 +120,9 @@ def parallel_forward(
     Raises ValueError on every rank where a piece cuts a block (Spread.even does not), and for pieces that are not the
     spread's.
     """
-    ranks, recipe = as_ranks(ranks), as_recipe(recipe)
+    ranks = as_ranks(ranks)
     with ranks.agreement("parallel_forward") as said:
+        recipe = as_recipe(recipe)
         check_amaxes(recipe, amax)
         x, w = as_array(x, "x"), as_array(w, "w")
         _check_pieces({"x": x, "w": w}, spread, ranks)
@@ -130,7 +131,7 @@ def parallel_forward(
         dtype = np.dtype(result_dtype(*dtypes) if out_dtype is None else out_dtype)
         if dtype not in FLOATS[:3]:
             raise TypeError(f"the result is float32, float16 or bfloat16, not {dtype}")
-        said += recipe, spread, x.dtype, w.dtype, out_dtype, needs
+        said += recipe.name, x.dtype, w.dtype, dtype, needs, seed, spread
     hx = _quantize(x, recipe, "input", spread.x, ranks, seed, amax, columns=needs[1])
     hw = _quantize(w, recipe, "weight", spread.w, ranks, seed, amax, columns=needs[0])
     given = {"seed": seed, "amax": amax, "needs": needs}
@@ -157,8 +158,8 @@ def parallel_backward(
     seed = linear.seed if seed is None else seed
     with ranks.agreement("parallel_backward") as said:
         dy = as_array(dy, "dy")
-        _check_pieces({"dy": dy}, spread, ranks)
-        said += linear.recipe, spread, dy.dtype
+        _check_pieces({"dy": dy} if dw is None else {"dy": dy, "dw": dw}, spread, ranks)
+        said += linear.recipe.name, dy.dtype, linear.x is None, linear.w is None, seed, spread
     hdy = _quantize(dy, linear.recipe, "grad_output", spread.y, ranks, seed, linear.amax, rows=linear.w is not None,
                     columns=linear.x is not None)
     if spread.kind == "rows":
@@ -173,7 +174,7 @@ def reduce_scatter_rows(values: Array, sharding: Sharding, ranks: Any, dtype: An
     """The sum over ranks of float32 matrices of the whole shape, this rank's rows of it, rounded once to dtype."""
     ranks = as_ranks(ranks)
     with ranks.agreement("reduce_scatter_rows") as said:
-        said += values.shape, sharding
+        said += values.shape, values.dtype, sharding
     sizes, rest = sharding.sizes, values.shape[1:]
     module, most = namespace(values), max(sizes)
     with on_device(values.device):
@@ -191,18 +192,13 @@ def reduce_scatter_rows(values: Array, sharding: Sharding, ranks: Any, dtype: An
 def _check_pieces(given: dict[str, Array], spread: Spread, ranks: Ranks) -> None:
     """Raises ValueError for an operand that is not this rank's piece of it."""
     for name, values in given.items():
-        sharding = spread.y if name == "dy" else getattr(spread, name)
-        if len(sharding.borders) != ranks.size + 1:
-            raise ValueError(f"this Spread has {len(sharding.borders) - 1} pieces, and {ranks} is one of {ranks.size}; "
-                             f"make it by Spread.even({spread.kind!r}, {spread.sizes}, ranks, recipe)")
-        if values.shape != sharding.piece_shape(ranks.rank):
-            flat = f"; {name}.reshape(-1, {values.shape[-1]}) is 2-D" if values.ndim > 2 else ""
-            whole = name.removeprefix("d")
-            raise ValueError(
-                f"{name} on {ranks} is {values.shape}; the Spread by {spread.kind} of (m, n, k) = {spread.sizes} has "
-                f"{sharding.piece_shape(ranks.rank)} there: of the whole {whole} {sharding.shape} a rank has "
-                f"{whole}[spread.{whole}.slices(rank)]{flat}"
-            )
+        whole = name.removeprefix("d")
+        sharding: Sharding = getattr(spread, whole)
+        flat = f"; {name}.reshape(-1, {values.shape[-1]}) is 2-D" if values.ndim > 2 else ""
+        sharding.expect(
+            values.shape, ranks, name, f"give it {whole}[spread.{whole}.slices(ranks.rank)], where spread = "
+            f"Spread.even({spread.kind!r}, (m, n, k), ranks, recipe); this one's (m, n, k) is {spread.sizes}{flat}"
+        )
 
 
 @lru_cache(maxsize=1024)

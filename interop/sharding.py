@@ -125,15 +125,16 @@ class Sharding:
         mine = self.borders[rank + 1] - self.borders[rank]
         return (mine, self.shape[1]) if self.axis == 0 else (self.shape[0], mine)
 
-    def expect(self, shape: tuple[int, ...], ranks: Any, what: str) -> None:
+    def expect(
+        self, shape: tuple[int, ...], ranks: Any, what: str, remedy: str = "make it with Sharding.agreed(values, ranks)"
+    ) -> None:
         """Raises ValueError where a rank's piece has another shape, or there are not so many ranks."""
         if len(self.borders) != ranks.size + 1:
-            raise ValueError(f"this Sharding has {len(self.borders) - 1} pieces, and {ranks} is one of {ranks.size}")
+            raise ValueError(f"{what}: this Sharding has {len(self.borders) - 1} pieces, and {ranks} is one of "
+                             f"{ranks.size}; {remedy}")
         if tuple(shape) != self.piece_shape(ranks.rank):
-            raise ValueError(
-                f"{what} on {ranks} is {tuple(shape)}; the Sharding of {self.shape} has {self.piece_shape(ranks.rank)} "
-                f"there: make it with Sharding.agreed(values, ranks)"
-            )
+            raise ValueError(f"{what} on {ranks} is {tuple(shape)}; of the whole {self.shape} it has "
+                             f"{self.piece_shape(ranks.rank)}: {remedy}")
 
 
 # --- quantize -----------------------------------------------------------------------------------
@@ -175,7 +176,9 @@ def quantize_sharded(
         expect_source(columnwise_source, rowwise, columnwise)
         if amax is not None:
             expect_amaxes(list(formats.values()))
-        said += sharding, values.dtype, formats, columnwise_source, amax is None
+        if seed is None:
+            as_draws(None, formats.values(), values)  # raises where one is missing
+        said += values.dtype, formats, columnwise_source, amax, seed, sharding
     measuring = [format for format in formats.values() if format.measures_amax]
     shard = sharding.shard(ranks.rank)
     derived = columnwise_source == "rowwise_dequantized" and len(formats) == 2
@@ -255,8 +258,8 @@ def all_gather(
             array.part(only, "all_gather")
         parts = {direction: part for direction, part in array.parts() if only in (None, direction)}
         said += sharding, [(direction, part.format, part.amax is None) for direction, part in parts.items()]
-        if ranks.checks:  # pieces that were quantized each by its own amax are none of one matrix
-            said += (f"amax {part.amax}" for part in parts.values() if part.format.measures_amax)
+        # pieces that were quantized each by its own amax are none of one matrix
+        said += (part.amax for part in parts.values() if part.format.measures_amax)
     gathered = _gather(parts, sharding, ranks)
     derived = array.derived if array.derived in gathered else None
     return HybridArray(
@@ -391,8 +394,6 @@ def quantize_all_gather(
     ranks = as_ranks(ranks)
     direction: Direction = "rowwise" if sharding.axis == 0 else "columnwise"
     given = rowwise if sharding.axis == 0 else columnwise
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r} is an integer, 1 or more")
     if given is None or None not in (rowwise, columnwise) or isinstance(amax, Slots):
         piece = quantize_sharded(
             values, sharding, ranks, rowwise=rowwise, columnwise=columnwise, amax=amax, seed=seed
@@ -401,13 +402,15 @@ def quantize_all_gather(
     with ranks.agreement("quantize_all_gather") as said:
         values = as_array(values, "values")
         sharding.expect(values.shape, ranks, "the piece")
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(f"chunks={chunks!r} is an integer, 1 or more")
         nominal = ops.nominal_dtype(values.dtype)
         gathering = _gathering(as_format(given), direction, sharding, nominal, chunks)
         format = gathering.format
         if amax is not None:
             amax = as_amax(amax, [format], values)
         draws = as_draws(seed, [format], values)
-        said += sharding, values.dtype, direction, format, chunks, amax is None
+        said += values.dtype, direction, format, chunks, amax, seed, sharding
     with on_device(values.device):
         amax = _amax_of_all(values, {direction: format}, amax, ranks)
         whole = _gather_chunks(values, ranks, gathering, amax, draws)

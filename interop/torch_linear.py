@@ -125,7 +125,7 @@ def _checked(x: Any, w: Any, bias: Any) -> tuple[Any, Any, Any]:
             raise TypeError(f"{name} is {type(tensor).__name__}, not a torch.Tensor; torch.as_tensor(...) makes one")
         if hasattr(tensor, "to_local"):  # a DTensor
             raise TypeError(f"{name} is a {type(tensor).__name__}, which lies on several ranks; pass this rank's "
-                            f"piece, {name}.to_local(), to parallel_linear")
+                            f"piece, {name}.to_local(), to a layer over ranks (parallel_linear)")
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; float32, float16, bfloat16 and float64 are read")
         if tensor.device != x.device:

@@ -38,15 +38,19 @@ def parallel_linear(
              all ranks and another one for each call
     returns  this rank's piece of x @ w.T
 
+    Whether x and w need gradients, and whether there are any (no_grad), is alike on all ranks: it says what is sent.
     Autocast, torch.compile and what is refused are as in linear.
     """
     if torch.compiler.is_compiling():
         return _eager_parallel_linear(x, w, recipe, spread, ranks, seed=seed, amax=amax)
     _expect_no_transform()
-    x, w, _ = _checked(x, w, None)
-    recipe, needs = as_recipe(recipe), _needs(x, w)
-    _expect_seed(recipe, seed, needs)
-    return _ParallelLinear.apply(x, w, recipe, spread, as_ranks(ranks), _own(seed), _own(amax), needs)
+    ranks = as_ranks(ranks)
+    with ranks.agreement("parallel_linear") as said:
+        x, w, _ = _checked(x, w, None)
+        recipe, needs = as_recipe(recipe), _needs(x, w)
+        _expect_seed(recipe, seed, needs)
+        said.append(f"gradients of x and w are needed: {needs}")
+    return _ParallelLinear.apply(x, w, recipe, spread, ranks, _own(seed), _own(amax), needs)
 
 
 def experts_linear(
@@ -59,7 +63,7 @@ def experts_linear(
     w        (local, n, k), the weights of this rank's experts, where x is
     weights  float (tokens, top), where x is: of each choice; None: 1
     route, recipe, ranks, seed, dispatches, combines  as in experts_forward; make_route takes tensors
-    returns  (tokens, n)
+    returns  (tokens, n); (route.arriving, n) with combines=False
 
     A feed-forward network of experts sends its tokens once:
 
@@ -72,15 +76,16 @@ def experts_linear(
         return _eager_experts_linear(x, w, route, recipe, ranks, weights=weights, seed=seed, dispatches=dispatches,
                                      combines=combines)
     _expect_no_transform()
-    x, w, _ = _checked(x, w, None)
-    if weights is not None and (not isinstance(weights, torch.Tensor) or weights.device != x.device):
-        found = f"on {weights.device}" if isinstance(weights, torch.Tensor) else type(weights).__name__
-        raise TypeError(f"weights are a torch.Tensor on {x.device} as x is, not {found}")
-    recipe, needs = as_recipe(recipe), _needs(x, w, weights)
-    _expect_seed(recipe, seed, needs)
-    return _ExpertsLinear.apply(
-        x, w, weights, route, recipe, as_ranks(ranks), _own(seed), (dispatches, combines), needs
-    )
+    ranks = as_ranks(ranks)
+    with ranks.agreement("experts_linear") as said:
+        x, w, _ = _checked(x, w, None)
+        if weights is not None and (not isinstance(weights, torch.Tensor) or weights.device != x.device):
+            found = f"on {weights.device}" if isinstance(weights, torch.Tensor) else type(weights).__name__
+            raise TypeError(f"weights are a torch.Tensor on {x.device} as x is, not {found}")
+        recipe, needs = as_recipe(recipe), _needs(x, w, weights)
+        _expect_seed(recipe, seed, needs)
+        said.append(f"gradients of x, w and weights are needed: {needs}")
+    return _ExpertsLinear.apply(x, w, weights, route, recipe, ranks, _own(seed), (dispatches, combines), needs)
 
 
 # What torch.compile calls without looking inside.

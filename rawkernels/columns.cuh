@@ -1,4 +1,4 @@
-// Four columns of a row of values in any of the dtypes of products, where they lie on four of them or not.
+// Four columns of a row of values in any of the dtypes of products, or eight that are read before any is needed.
 #pragma once
 #include "encode.cuh"
 
@@ -13,25 +13,9 @@ HQ_FN float load(const char* source, int i) {
     else return T::low(bits);
 }
 
-template <class T>
-HQ_FN void load_columns(const char* source, float (&value)[COLUMNS], int count) {
-    if (count >= COLUMNS && reinterpret_cast<u64>(source) % (COLUMNS * T::size) == 0) {
-        if constexpr (T::size == 4) {
-            const uint4 words = *reinterpret_cast<const uint4*>(source);
-            value[0] = float_of(words.x); value[1] = float_of(words.y); value[2] = float_of(words.z); value[3] = float_of(words.w);
-        } else {
-            const uint2 pairs = *reinterpret_cast<const uint2*>(source);
-            value[0] = T::low(pairs.x); value[1] = T::high(pairs.x); value[2] = T::low(pairs.y); value[3] = T::high(pairs.y);
-        }
-    } else {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) value[c] = c < count ? load<T>(source, c) : 0.0f;
-    }
-}
-
 constexpr int WIDE = 8;
 
-// Eight columns of a row as they lie there, in words that are read before any is needed.
+// Eight columns of a row as they lie there.
 template <class T>
 struct Wide {
     static constexpr int WORDS = WIDE * T::size / 4;

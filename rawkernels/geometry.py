@@ -122,7 +122,7 @@ FINISH_TILE = Tile(8, 1024)
 """What a block of the finishing kernel writes: 4 columns a thread."""
 
 RECORDS_TILE = Tile(32, 1024)
-"""Rows and bytes of codes that a block packs or unpacks."""
+"""Rows, one a lane, and bytes of codes that a block packs or unpacks."""
 
 COMBINE_TILE = Tile(2, 2048)
 """What a block of the combining kernel writes: 8 columns a thread."""

@@ -2,7 +2,7 @@
 //
 // A record is a row's codes with their padding, its scales from the next 16 bytes on, its global scale from the next.
 // PACKS: row i of the part is read once and becomes the records index[i, :copies]. Else it becomes record index[i], and
-// zeros where there is none. Generated before this text: Scale (u8 or float), PACKS. Scales lie apart by rows, so that a
+// zeros where there is none. Generated before this text: Scale (u8 or float), PACKS, VECTORS (of 16 bytes of codes a lane). Scales lie apart by rows, so that a
 // lane takes a row: what a warp reads or writes of one block's scales lies together where rows do.
 #include "group.cuh"
 
@@ -22,7 +22,7 @@ struct RecordsArguments {
     i64 copies;
 };
 
-constexpr int ROWS = 32, VECTORS = 2, SCALES = 16 / sizeof(Scale);
+constexpr int LANES = 32, SCALES = 16 / sizeof(Scale);
 
 // The record of a row, or null.
 HQ_FN uint4* record_of(const RecordsArguments& a, i64 row, i64 copy) {
@@ -32,21 +32,21 @@ HQ_FN uint4* record_of(const RecordsArguments& a, i64 row, i64 copy) {
 
 // Codes of the warp's share of rows, 1 KiB of each.
 HQ_FN void copy_codes(const RecordsArguments& a, i64 first) {
-    const i64 column = i64(blockIdx.x) * ROWS * VECTORS + threadIdx.x % 32;
-    for (i64 row = first + threadIdx.x / 32; row < first + ROWS && row < a.rows; row += THREADS / 32) {
+    const i64 column = i64(blockIdx.x) * LANES * VECTORS + threadIdx.x % LANES;
+    for (i64 row = first + threadIdx.x / LANES; row < first + LANES && row < a.rows; row += THREADS / LANES) {
         uint4* codes = reinterpret_cast<uint4*>(a.codes) + row * a.pitch16;
         const uint4* source = PACKS ? codes : record_of(a, row, 0);
         uint4 held[VECTORS];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             held[i] = make_uint4(0, 0, 0, 0);
-            if (source && column + i * 32 < a.pitch16) held[i] = __ldcs(source + column + i * 32);
+            if (source && column + i * LANES < a.pitch16) held[i] = __ldcs(source + column + i * LANES);
         }
         for (i64 copy = 0; copy < (PACKS ? a.copies : 1); ++copy) {
             uint4* target = PACKS ? record_of(a, row, copy) : codes;
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i)
-                if (target && column + i * 32 < a.pitch16) target[column + i * 32] = held[i];
+                if (target && column + i * LANES < a.pitch16) target[column + i * LANES] = held[i];
         }
     }
 }
@@ -89,12 +89,12 @@ HQ_FN void copy_global(const RecordsArguments& a, i64 row, i64 vectors) {
 
 extern "C" __global__ void __launch_bounds__(256, hq::PACKS ? 4 : 3) hq_records(const __grid_constant__ hq::RecordsArguments a) {
     using namespace hq;
-    const i64 first = row_tile() * ROWS, row = first + threadIdx.x % 32;
+    const i64 first = row_tile() * LANES, row = first + threadIdx.x % LANES;
     copy_codes(a, first);
     if (row >= a.rows) return;
     i64 at = row, step = a.step;
     if (a.starts) { at = a.starts[row]; step = a.steps[row]; }
-    const int warps = THREADS / 32, warp = threadIdx.x / 32;
+    const int warps = THREADS / LANES, warp = threadIdx.x / LANES;
     const i64 vectors = (a.blocks + SCALES - 1) / SCALES;
     for (i64 i = i64(blockIdx.x) * warps + warp; i < vectors; i += i64(gridDim.x) * warps) copy_scales(a, row, at, step, i);
     if (a.globals && !blockIdx.x && !warp) copy_global(a, row, vectors);

@@ -253,9 +253,10 @@ def delayed_launch() -> Launch:
 
 def records_launch(packs: bool, scale_bytes: int) -> Launch:
     """The kernel that makes records of rows, or rows of records; of rows without scales their bytes do not matter."""
+    tile = geometry.RECORDS_TILE
     text = _TILE_CONSTANTS + f"typedef {'float' if scale_bytes == 4 else 'u8'} Scale;\n"
-    text += f"constexpr bool PACKS = {_cpp(packs)};\n"
-    return Launch(Source("records.cu", "hq_records", text), geometry.RECORDS_TILE, 0)
+    text += f"constexpr bool PACKS = {_cpp(packs)};\nconstexpr int VECTORS = {tile.columns // (16 * tile.rows)};\n"
+    return Launch(Source("records.cu", "hq_records", text), tile, 0)
 
 
 def combine_launch(dtype: str, aligned: bool) -> Launch:

@@ -12,7 +12,7 @@ from hqarray import testing
 from hqarray.interop.distributed import CollectiveError, as_ranks, exchange
 from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
-from hqarray.interop.parallel import parallel_backward, parallel_forward
+from hqarray.interop.parallel import Spread, parallel_backward, parallel_forward
 from hqarray.interop.sharding import Sharding, all_gather, quantize_all_gather, quantize_sharded
 
 SEED = 123
@@ -117,10 +117,10 @@ def gather_on_a_gpu(ranks):
     return "all were there"
 
 
-def changed_piece(ranks, sharding, check):
-    """The last rank holds another number of rows than was agreed on."""
+def changed_piece(ranks, sharding):
+    """The last rank holds another number of rows than was agreed on, and calls are not compared."""
     rows = 4 + (ranks.rank == ranks.size - 1)
-    quantize_sharded(here(ranks, np.ones((rows, 64), np.float32)), sharding, as_ranks(ranks, check=check),
+    quantize_sharded(here(ranks, np.ones((rows, 64), np.float32)), sharding, as_ranks(ranks, check=False),
                      rowwise="fp8_e4m3")
 
 
@@ -148,6 +148,19 @@ def unlike_calls(ranks, what):
             quantize_sharded(x, sharding, ranks, rowwise="mxfp8")
     elif what == "amax":
         all_gather(hq.quantize(x * (ranks.rank + 1), rowwise="nvfp4"), sharding, ranks)
+    elif what == "given amax":
+        quantize_all_gather(x, sharding, ranks, rowwise="nvfp4", amax=1.0 if first else 1.0000001)
+    elif what == "seed":
+        quantize_sharded(x, sharding, ranks, rowwise="nvfp4(rounding=stochastic)", seed=1 if first else 2)
+    elif what == "needs":
+        spread = Spread.even("columns", (*sharding.shape, 64), ranks, "mxfp8")
+        parallel_forward(x, here(ranks, np.ones(spread.w.piece_shape(ranks.rank), np.float32)), "mxfp8", spread, ranks,
+                         needs=(first, True))
+    elif what == "much":  # more than fits into what is told, and alike as far as that
+        shape, wide = (4000 * ranks.size, 64), np.arange(4000) * ranks.size
+        borders = (*range(ranks.size), shape[0]) if first else (*range(ranks.size - 1), ranks.size, shape[0])
+        with ranks.agreement("much") as said:
+            said += wide.tolist(), borders
     elif what == "refusal":
         make_route(here(ranks, np.zeros((32, 1), np.float32 if first else np.int64)), ranks.size, ranks)
 
@@ -344,9 +357,9 @@ def torch_expert_layer(ranks, recipe, capacity, weighted=True):
     return [host(as_array(value)) for value in (y, *(leaf.grad for leaf in leaves))]
 
 
-def unlike_tokens(ranks, check):
-    """The last rank's tokens are not those of its route."""
-    ranks = as_ranks(ranks, check=check)
+def unlike_tokens(ranks):
+    """The last rank's tokens are not those of its route, and calls are not compared."""
+    ranks = as_ranks(ranks, check=False)
     x, choices, *_ = tokens_of(0)
     route = make_route(choices, EXPERTS, ranks)
     dispatch(x[: len(x) - (ranks.rank == ranks.size - 1)], route, ranks, "fp8_e4m3")

@@ -13,6 +13,7 @@ from test_parallel import Two
 
 import hqarray as hq
 from hqarray.formats import as_format
+from hqarray.interop import experts
 from hqarray.interop.distributed import Alone
 from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
@@ -155,8 +156,8 @@ def test_one_rank_is_what_the_formulas_say():
     products = np.einsum("tk,tjnk->tjn", qx, qw[choices].astype(np.float64))
     scaled = hq.fake_quantize((dy[:, None] * weights[..., None]).reshape(-1, N), "bf16").reshape(*choices.shape, N)
     wanted = np.zeros_like(w, np.float64)
-    for token, experts in enumerate(choices):
-        for choice, expert in enumerate(experts):
+    for token, chosen in enumerate(choices):
+        for choice, expert in enumerate(chosen):
             wanted[expert] += np.outer(scaled[token, choice], qx[token])
     for found, value in (
         (y, np.einsum("tj,tjn->tn", weights, products)), (dweights, np.einsum("tn,tjn->tj", dy, products)),
@@ -201,6 +202,26 @@ def test_what_a_capacity_leaves_out_is_counted_and_has_no_gradient():
     dx, _, dweights = experts_backward(dy, saved, Alone())
     assert y[:, 0].tolist() == [32, 32, 0, 0] and dx[:, 0].tolist() == [16, 16, 0, 0]
     assert dweights[:, 0].tolist() == [512, 512, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("capacity", [None, 3, 5])
+def test_a_choice_that_is_no_expert_goes_nowhere(name, capacity, monkeypatch):
+    """On a GPU nobody looks at choices; NumPy stands for it."""
+    monkeypatch.setattr(experts, "_choices", lambda choices, *_: choices)
+    choices, x = np.array([[1], [8], [0], [1], [2]]), np.arange(1, 6)[:, None] * np.ones((5, 32), np.float32)
+    route = make_route(choices, EXPERTS, Alone(), capacity=capacity)
+    assert route.sizes[:3].tolist() == ([1, 2, 1] if capacity != 3 else [1, 2, 0])
+    for weights in (None, np.ones((5, 1), np.float32)):
+        y = combine(dispatch(x, route, Alone(), name, weights=weights).dequantize(), route, Alone())
+        np.testing.assert_allclose(y[:, 0], [1, 0, 3, 4, 5 if capacity != 3 else 0], rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_comes_back_has_the_dtype_of_what_went(dtype):
+    route = make_route(np.array([[1], [0]]), 2, Alone())
+    for format in (None, "bf16", "mxfp8"):
+        assert combine(np.ones((2, 32), dtype), route, Alone(), format=format).dtype == dtype
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_forward_bf16_backward", "fp8_block", "fp8_current"])
@@ -259,6 +280,6 @@ def test_what_is_no_dispatch_is_refused(call, message):
 def test_tokens_that_are_not_the_routes_end_with_an_error_on_every_rank_and_no_hang():
     with Pool(2, engine_timeout=PATIENCE) as two:
         with pytest.raises(Failed) as caught:
-            two.run(rank_work.unlike_tokens, False)
+            two.run(rank_work.unlike_tokens)
         assert "ValueError: x on rank 1 of 2" in str(caught.value)
         assert "CollectiveError: all_reduce_max failed on rank 0 of 2" in str(caught.value)

@@ -198,19 +198,24 @@ def test_several_files_become_a_folder_and_errors_name_it(source, tmp_path, caps
     assert f"{tmp_path / 'not' / 'there'}: No such file" in error and ".tmp" not in error
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says which processes are there")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
 def test_workers_end_with_the_process_that_asked(number, tmp_path):
-    program = ("import sys, time; sys.path[:0] = sys.argv[1:]; from test_indexfile import linger\n"
+    program = ("import signal, sys; sys.path[:0] = sys.argv[1:]; from test_indexfile import linger\n"
                "from hqarray.processes import in_processes\n"
-               "if __name__ == '__main__': list(in_processes(linger, [(sys.argv[2],)] * 2, 2))\n")
+               "if __name__ == '__main__':\n"
+               "    signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+               "    list(in_processes(linger, [(sys.argv[2],)] * 2, 2))\n")
     (tmp_path / "main.py").write_text(program)
     process = subprocess.Popen([sys.executable, str(tmp_path / "main.py"), str(Path(__file__).parent), str(tmp_path)])
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     workers = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    assert len(workers) == 2
+    assert len(workers) == 2 and all(map(alive, workers))
+    number = getattr(signal, number)
+    if number == signal.SIGTERM:
+        os.kill(workers[0], signal.SIGSTOP)  # it does not hear that it is to end
     process.send_signal(number)
     process.wait(30)
     while any(map(alive, workers)) and time.monotonic() < until:

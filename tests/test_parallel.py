@@ -125,11 +125,11 @@ class Two(Alone):
 def test_what_is_no_piece_of_a_layer_says_what_is():
     x, w, dy = rank_work.operands(SIZES)
     spread = Spread.even("columns", SIZES, 1, "mxfp8")
-    with pytest.raises(ValueError, match=r"w on rank 0 of 1 .*: of the whole w .* w\[spread.w.slices\(rank\)\]"):
+    with pytest.raises(ValueError, match=r"w on rank 0 of 1 .*: give it w\[spread.w.slices\(ranks.rank\)\]"):
         parallel_forward(x, w[1:], "mxfp8", spread, Alone())
     with pytest.raises(ValueError, match=r"; x.reshape\(-1, \d+\) is 2-D"):
         parallel_forward(x[None], w, "mxfp8", spread, Alone())
-    with pytest.raises(ValueError, match=r"has 2 pieces, and rank 0 of 1 .*; make it by Spread.even\('columns'"):
+    with pytest.raises(ValueError, match=r"has 2 pieces, and rank 0 of 1 .* Spread.even\('columns'"):
         parallel_forward(x, w, "mxfp8", Spread.even("columns", SIZES, 2, "mxfp8"), Alone())
     with pytest.raises(ValueError, match=r"the recipe fp8_block does not fit this Spread by columns, which Spread"):
         parallel_forward(x[:32], w, "fp8_block", Spread("columns", SIZES, (0, 32, 300), (0, 272, 272)), Two())
