@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 if TYPE_CHECKING:
-    from .distributed import Ranks
+    from .ranks import Ranks
 
 LONGEST = 1024
 """Bytes of what a rank tells the others."""
