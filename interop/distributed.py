@@ -46,10 +46,10 @@ class TorchRanks(Ranks):
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
-        self.engine = f"torch.distributed, {dist.get_backend(self.group)}"
-        kinds = {device.type for device in self.group._device_types}
-        self._is_cpu = "cpu" in kinds
-        self.checks = self._is_cpu and ("cuda" not in kinds or not torch.cuda.is_available())
+        backend = dist.get_backend(self.group)
+        self.engine = f"torch.distributed, {backend}"
+        self._is_cpu = any(device.type == "cpu" for device in self.group._device_types)
+        self.checks = backend == "gloo" or (self._is_cpu and not torch.cuda.is_available())
         self._dist, self._arrays, self._device = dist, torch_arrays, torch.cuda.current_device
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
