@@ -42,7 +42,7 @@ class TorchRanks(Ranks):
 
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("there is no process group; call torch.distributed.init_process_group(...) first")
-        self.group = dist.group.WORLD if group is None else group
+        self._dist, self._given = dist, group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of all processes is in none of this group's {self.size} places")
@@ -50,7 +50,7 @@ class TorchRanks(Ranks):
         self.engine = f"torch.distributed, {backend}"
         self._is_cpu = any(device.type == "cpu" for device in self.group._device_types)
         self.checks = backend == "gloo" or (self._is_cpu and not torch.cuda.is_available())
-        self._dist, self._arrays, self._device = dist, torch_arrays, torch.cuda.current_device
+        self._arrays, self._device = torch_arrays, torch.cuda.current_device
         # torch 2.13 gave them new names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -65,6 +65,14 @@ class TorchRanks(Ranks):
         result = super()._run(what, call, *given)
         cuda.order(ordinal, torch_first=True)
         return result
+
+    @property
+    def group(self) -> Any:
+        """That of all processes is torch's to keep: where it is held until Python ends, gloo aborts at times."""
+        group = self._dist.group.WORLD if self._given is None else self._given
+        if group is None:
+            raise ValueError("the process group was destroyed; make another one and call as_ranks() again")
+        return group
 
     def place(self) -> tuple[Any, Any]:
         return (np, nullcontext()) if self._is_cpu else on_gpu(self._device())

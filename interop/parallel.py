@@ -24,7 +24,14 @@ from hqarray.gemm import result_dtype
 from hqarray.grouped_parts import on_device
 from hqarray.inputs import FLOATS, as_array
 from hqarray.layout import Array, namespace
-from hqarray.linear import Saved, check_amaxes, linear_backward, linear_forward, operand_options
+from hqarray.linear import (
+    Saved,
+    check_amaxes,
+    linear_backward,
+    linear_forward,
+    operand_options,
+    quantize_operand,
+)
 from hqarray.recipes import ROLES, Recipe, Role, as_recipe
 from hqarray.shards import shard_alignment
 
@@ -112,7 +119,8 @@ def parallel_forward(
 ) -> tuple[Array, SavedSpread]:
     """The output of a linear layer that is spread over ranks; all of them call it.
 
-    x, w     this rank's pieces, as the spread has them
+    x, w     this rank's pieces, as the spread has them; or HybridArrays of them with the recipe's parts, as
+             quantize_sharded makes them: a weight that is multiplied more than once is quantized once
     recipe, out_dtype, seed, amax, needs  as in linear_forward, the same on all ranks; amaxes are those of the whole x,
              w and dy, and of a DelayedScaling ranks.all_reduce_max(state.current) comes before state.update()
     returns  this rank's piece of y, and what parallel_backward takes
@@ -124,14 +132,16 @@ def parallel_forward(
     with ranks.agreement("parallel_forward") as said:
         recipe = as_recipe(recipe)
         check_amaxes(recipe, amax)
-        x, w = as_array(x, "x"), as_array(w, "w")
+        x, w = (values if isinstance(values, HybridArray) else as_array(values, name)
+                for name, values in (("x", x), ("w", w)))
         _check_pieces({"x": x, "w": w}, spread, ranks)
         _check_blocks(recipe, spread)
         dtypes = [ops.nominal_dtype(values.dtype) for values in (x, w)]
         dtype = np.dtype(result_dtype(*dtypes) if out_dtype is None else out_dtype)
         if dtype not in FLOATS[:3]:
             raise TypeError(f"the result is float32, float16 or bfloat16, not {dtype}")
-        said += recipe.name, x.dtype, w.dtype, dtype, needs, seed, spread
+        kinds = [f"{type(values).__name__} {values.dtype}" for values in (x, w)] if ranks.checks else []
+        said += recipe.name, kinds, dtype, needs, seed, spread
     hx = _quantize(x, recipe, "input", spread.x, ranks, seed, amax, columns=needs[1])
     hw = _quantize(w, recipe, "weight", spread.w, ranks, seed, amax, columns=needs[0])
     given = {"seed": seed, "amax": amax, "needs": needs}
@@ -189,7 +199,7 @@ def reduce_scatter_rows(values: Array, sharding: Sharding, ranks: Any, dtype: An
         return out[: sizes[ranks.rank]].astype(dtype, copy=False)
 
 
-def _check_pieces(given: dict[str, Array], spread: Spread, ranks: Ranks) -> None:
+def _check_pieces(given: dict[str, Any], spread: Spread, ranks: Ranks) -> None:
     """Raises ValueError for an operand that is not this rank's piece of it."""
     for name, values in given.items():
         whole = name.removeprefix("d")
@@ -219,6 +229,8 @@ def _quantize(
     rows: bool = True, columns: bool = True,
 ) -> HybridArray:
     """The parts of an operand's piece that are read, as quantize_operand quantizes the whole."""
+    if isinstance(values, HybridArray):
+        return quantize_operand(values, recipe, role, rows=rows, columns=columns)
     return quantize_sharded(values, sharding, ranks, **operand_options(recipe, role, seed, amax, rows, columns))
 
 

@@ -14,6 +14,7 @@ from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
 from hqarray.interop.parallel import Spread, parallel_backward, parallel_forward
 from hqarray.interop.sharding import Sharding, all_gather, quantize_all_gather, quantize_sharded
+from hqarray.recipes import as_recipe
 
 SEED = 123
 
@@ -173,11 +174,14 @@ def operands(sizes):
     return (testing.matrix("gauss", shape, np.float32, seed=i) for i, shape in enumerate([(m, k), (n, k), (m, n)]))
 
 
-def linear_layer(ranks, spread, recipe, dtype):
-    """Pieces of y, dx and dw, and the bytes of what was saved."""
+def linear_layer(ranks, spread, recipe, dtype, is_quantized=False):
+    """Pieces of y, dx and dw, and the bytes of what was saved; w as values, or quantized before."""
     x, w, dy = (value.astype(dtype) for value in operands(spread.sizes))
     x, w, dy = (here(ranks, np.ascontiguousarray(value[sharding.slices(ranks.rank)]))
                 for value, sharding in ((x, spread.x), (w, spread.w), (dy, spread.y)))
+    if is_quantized:
+        row, column = as_recipe(recipe)["weight"]
+        w = quantize_sharded(w, spread.w, ranks, rowwise=row, columnwise=column)
     y, saved = parallel_forward(x, w, recipe, spread, ranks, seed=SEED)
     dx, dw = parallel_backward(dy, saved, ranks)
     return host(y), host(dx), host(dw), base(saved.linear.x.columnwise), saved.nbytes

@@ -122,6 +122,23 @@ class Two(Alone):
     size = 2
 
 
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_nearest", "fp8_current"])
+def test_a_weight_that_is_quantized_once_serves_many_times(recipe, kind, pool):  # noqa: F811
+    spread = Spread.even(kind, SIZES, pool.size, recipe)
+    for found, wanted in zip(pool.run(rank_work.linear_layer, spread, recipe, np.float32, True),
+                             pool.run(rank_work.linear_layer, spread, recipe, np.float32), strict=True):
+        for actual, expected in zip(found[:4], wanted[:4], strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_weight_in_other_formats_is_refused():
+    x, w, _ = rank_work.operands(SIZES)
+    spread = Spread.even("columns", SIZES, 1, "mxfp8")
+    with pytest.raises(ValueError, match=r"w is HybridArray.* the recipe wants rowwise=mxfp8, columnwise=mxfp8"):
+        parallel_forward(x, hq.quantize(w, rowwise="mxfp8"), "mxfp8", spread, Alone())
+
+
 def test_what_is_no_piece_of_a_layer_says_what_is():
     x, w, dy = rank_work.operands(SIZES)
     spread = Spread.even("columns", SIZES, 1, "mxfp8")
