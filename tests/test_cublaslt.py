@@ -408,7 +408,7 @@ SCRATCH, NEW = 1 << 24, 1 << 26
 @pytest.fixture
 def launched(make, monkeypatch):
     """Names and arguments of the launches of a call whose parts lie at 1 << 20."""
-    from hqarray import cuda, cuda_calls
+    from hqarray import cuda, cuda_calls, cuda_launch
 
     def run(a, b, m, n, k, chip, dtype=FLOAT32, out=None, aux=None, bias=None, capturing=False, **options):
         launches = []
@@ -422,13 +422,15 @@ def launched(make, monkeypatch):
             return SimpleNamespace(launch=record)
 
         monkeypatch.setattr(cuda, "_kernel", kernel)
-        monkeypatch.setattr(cuda_calls, "alloc", lambda nbytes: Memory(SCRATCH))
+        monkeypatch.setattr(cuda_launch, "alloc", lambda nbytes: Memory(SCRATCH))
         monkeypatch.setattr(cuda_calls, "getDevice", lambda: 0)
         monkeypatch.setattr(cuda_calls, "stream_of", lambda device: 9)
-        monkeypatch.setattr(cuda_calls, "streamIsCapturing", lambda stream: capturing)
         monkeypatch.setattr(cuda_calls, "_constants", lambda device: (500, 504))
         monkeypatch.setattr(cuda_calls, "_workspaces", {(0, 9, "strided"): Memory(77)})
-        monkeypatch.setattr(cuda_calls, "captured", kept := [])
+        kept = []
+        for module in (cuda_calls, cuda_launch):
+            monkeypatch.setattr(module, "streamIsCapturing", lambda stream: capturing)
+            monkeypatch.setattr(module, "captured", kept)
         monkeypatch.setattr(cuda_calls.cupy, "ndarray", lambda shape, dtype: array_at(NEW, shape, dtype))
         call = make(a, b, m, n, k, chip, dtype, out=out, aux=aux, bias=bias, **options)
         monkeypatch.setattr(Plan, "run", lambda plan, *arguments: launches.append(("cublaslt", arguments)))
