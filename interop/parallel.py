@@ -136,6 +136,10 @@ def parallel_forward(
                 for name, values in (("x", x), ("w", w)))
         _check_pieces({"x": x, "w": w}, spread, ranks)
         _check_blocks(recipe, spread)
+        operands: tuple[tuple[Role, Any, bool], ...] = ("input", x, needs[1]), ("weight", w, needs[0])
+        for role, values, columns in operands:
+            if isinstance(values, HybridArray):
+                quantize_operand(values, recipe, role, columns=columns)  # raises where it is in other formats
         dtypes = [ops.nominal_dtype(values.dtype) for values in (x, w)]
         dtype = np.dtype(result_dtype(*dtypes) if out_dtype is None else out_dtype)
         if dtype not in FLOATS[:3]:
@@ -230,7 +234,7 @@ def _quantize(
 ) -> HybridArray:
     """The parts of an operand's piece that are read, as quantize_operand quantizes the whole."""
     if isinstance(values, HybridArray):
-        return quantize_operand(values, recipe, role, rows=rows, columns=columns)
+        return values
     return quantize_sharded(values, sharding, ranks, **operand_options(recipe, role, seed, amax, rows, columns))
 
 

@@ -13,7 +13,7 @@ from test_parallel import Two
 
 import hqarray as hq
 from hqarray.formats import as_format
-from hqarray.interop import experts
+from hqarray.interop import expert_linear, experts
 from hqarray.interop.distributed import Alone
 from hqarray.interop.expert_linear import experts_backward, experts_forward
 from hqarray.interop.experts import combine, dispatch, make_route
@@ -225,9 +225,12 @@ def test_what_comes_back_has_the_dtype_of_what_went(dtype):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_forward_bf16_backward", "fp8_block", "fp8_current"])
-def test_gradients_that_are_not_needed_change_no_others(recipe):
+def test_gradients_that_are_not_needed_cost_nothing_and_change_no_others(recipe, monkeypatch):
     x, choices, weights, dy = rank_work.tokens_of(0)
-    route = make_route(choices, EXPERTS, Alone())
+    route, columns = make_route(choices, EXPERTS, Alone()), []
+    quantize = expert_linear.grouped_quantize
+    monkeypatch.setattr(expert_linear, "grouped_quantize", lambda values, sizes, *, columnwise=None, **options: (
+        columns.append(columnwise is not None) or quantize(values, sizes, columnwise=columnwise, **options)))
 
     def layer(needs):
         y, saved = experts_forward(x, WEIGHTS, route, recipe, Alone(), weights=weights, seed=1, needs=needs)
@@ -235,12 +238,14 @@ def test_gradients_that_are_not_needed_change_no_others(recipe):
 
     y, wanted, _ = layer((True, True, True))
     for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+        columns.clear()
         again, found, saved = layer(needs)
         np.testing.assert_array_equal(y, again)
         for needed, gradient, expected in zip(needs, found, wanted, strict=True):
             assert (gradient is not None) == needed
             if needed:
                 np.testing.assert_array_equal(gradient, expected)
+        assert sum(columns) == needs[0] + 2 * needs[1]  # of w; of x and dy
         kept = saved.w, saved.x, saved.returned
         assert [array is not None for array in kept] == list(needs)
 

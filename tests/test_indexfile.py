@@ -1,6 +1,7 @@
 """Checkpoints in several files: converted and reported as their files are alone, in bounded memory, by processes."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hqarray import __main__ as command
+from hqarray import processes
 from hqarray.indexfile import Index, index_in
 from hqarray.interop import convert
 from hqarray.interop.convert_index import convert_index, plan_index
@@ -221,6 +223,15 @@ def test_workers_end_with_the_process_that_asked(number, tmp_path):
     while any(map(alive, workers)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(alive, workers))
+
+
+def test_a_worker_that_does_not_hear_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "GRACE", 0.2)
+    worker = multiprocessing.get_context("spawn").Process(target=linger, args=(tmp_path,))
+    worker.start()
+    os.kill(worker.pid, signal.SIGSTOP)
+    processes._end([worker])
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def linger(folder):

@@ -132,11 +132,18 @@ def test_a_weight_that_is_quantized_once_serves_many_times(recipe, kind, pool): 
             np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_weight_in_other_formats_is_refused():
+class Deaf(Alone):
+    """One that may not be asked for anything."""
+
+    def _run(self, what, call, *given):
+        raise AssertionError(what)
+
+
+def test_a_weight_in_other_formats_is_refused_before_anything_is_sent():
     x, w, _ = rank_work.operands(SIZES)
     spread = Spread.even("columns", SIZES, 1, "mxfp8")
     with pytest.raises(ValueError, match=r"w is HybridArray.* the recipe wants rowwise=mxfp8, columnwise=mxfp8"):
-        parallel_forward(x, hq.quantize(w, rowwise="mxfp8"), "mxfp8", spread, Alone())
+        parallel_forward(x, hq.quantize(w, rowwise="mxfp8"), "mxfp8", spread, Deaf())
 
 
 def test_what_is_no_piece_of_a_layer_says_what_is():
