@@ -225,11 +225,15 @@ def test_workers_end_with_the_process_that_asked(number, tmp_path):
     assert not any(map(alive, workers))
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says which processes are stopped")
 def test_a_worker_that_does_not_hear_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "GRACE", 0.2)
     worker = multiprocessing.get_context("spawn").Process(target=linger, args=(tmp_path,))
     worker.start()
     os.kill(worker.pid, signal.SIGSTOP)
+    until = time.monotonic() + 60
+    while state(worker.pid) != "T" and time.monotonic() < until:
+        time.sleep(0.01)
     processes._end([worker])
     assert worker.exitcode == -signal.SIGKILL
 
@@ -240,11 +244,16 @@ def linger(folder):
     time.sleep(300)
 
 
-def alive(pid):
+def state(pid):
+    """Of a process, as ps says it; None where there is none."""
     try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
-        return False
+        return None
+
+
+def alive(pid):
+    return state(pid) not in (None, "Z")
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
