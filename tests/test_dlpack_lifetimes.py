@@ -112,14 +112,17 @@ def test_nothing_is_left_after_many_rounds():
             with contextlib.suppress(BufferError):
                 Typed(array, "float8_e5m2").__dlpack__(dl_device=(2, 0))
 
+    def growth():
+        before, objects = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+        rounds(2000)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before, len(gc.get_objects()) - objects
+
     rounds(50)
     gc.collect()
     tracemalloc.start()
     try:
-        before, objects = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
-        rounds(2000)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
-        assert grown < 4000 and len(gc.get_objects()) - objects < 100, grown
+        found = [growth() for _ in range(3)]  # a leak grows each time; what other threads do meanwhile does not
+        assert min(grown for grown, _ in found) < 4000 and min(objects for _, objects in found) < 100, found
     finally:
         tracemalloc.stop()
