@@ -40,6 +40,11 @@ from .pieces import (
 AXES = {0: "rows", 1: "columns"}
 
 
+def _expect_axis(axis: int) -> None:
+    if axis not in AXES:
+        raise ValueError(f"Sharding: axis={axis!r} is 0 (pieces are rows) or 1 (columns)")
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """How a matrix is cut: along one axis, a piece for each rank in their order. Pieces may be empty.
@@ -56,8 +61,7 @@ class Sharding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", Shard((0, 0), self.shape).shape)
         object.__setattr__(self, "borders", tuple(int(n) for n in self.borders))
-        if self.axis not in AXES:
-            raise ValueError(f"Sharding: axis={self.axis!r} is 0 (pieces are rows) or 1 (columns)")
+        _expect_axis(self.axis)
         borders, length = self.borders, self.shape[self.axis]
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or any(a > b for a, b in pairwise(borders)):
             raise ValueError(f"Sharding: borders rise from 0 to the {length} {AXES[self.axis]}, these are {borders}")
@@ -80,8 +84,7 @@ class Sharding:
         ranks = as_ranks(ranks)
         with ranks.agreement("Sharding.agreed") as said:
             values = as_array(values, "values")
-            if axis not in AXES:
-                raise ValueError(f"Sharding: axis={axis!r} is 0 (pieces are rows) or 1 (columns)")
+            _expect_axis(axis)
             said += (f"axis {axis}",)
         two = values.shape if values.ndim == 2 else (-1, -1)
         every = exchange(ranks, (values.ndim, *two, crc32(values.dtype.name.encode()), axis), values)
