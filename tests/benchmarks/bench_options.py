@@ -9,12 +9,9 @@ where the plain call makes two: 1 or less.
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import cupy
 import numpy as np
-from bench_quantize import median_us
+from bench_quantize import median_us, options_of, write_json
 
 import hqarray as hq
 from hqarray.formats import BFLOAT16, Format
@@ -47,11 +44,7 @@ DELAYED: dict[str, tuple[Format | None, Format | None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     shape = (options.size, options.size)
     x = cupy.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(BFLOAT16)
     state = hq.DelayedScaling(1, like=x)
@@ -67,9 +60,7 @@ def main() -> None:
         results[name] = {"us": ours, "plain_us": (plain + again) / 2, "ratio": ratio}
         mark = "" if ratio <= goal else " *"
         print(f"{name:30} {ours:8.1f} us  plain {(plain + again) / 2:8.1f} us  {ratio:.3f}{mark}", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+    write_json(options, results)
 
 
 if __name__ == "__main__":

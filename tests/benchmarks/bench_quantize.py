@@ -45,6 +45,22 @@ def median_us(launch: Callable[[], object], count: int) -> float:
     return statistics.median(times)
 
 
+def options_of(text: str | None) -> argparse.Namespace:
+    """--size, --rounds and --json of a benchmark of kernels, whose text says the rest."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def write_json(options: argparse.Namespace, results: object) -> None:
+    """Write the numbers where they are asked for."""
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
 class Copy:
     """A device-to-device copy that moves a number of bytes, read and written together."""
 

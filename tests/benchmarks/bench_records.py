@@ -8,13 +8,11 @@ rank, without the exchange. Ratio: to a copy that moves as many bytes, read and 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 
 import cupy
 import numpy as np
-from bench_quantize import Copy, median_us
+from bench_quantize import Copy, median_us, options_of, write_json
 
 import hqarray as hq
 from hqarray import record_ops
@@ -46,11 +44,7 @@ def calls_of(name: str, x: cupy.ndarray, slots: cupy.ndarray) -> dict[str, tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     tokens, columns = options.size // TOP, options.size
     x, rows = random_rows(tokens, columns), random_rows(tokens * TOP, columns)
     slots = cupy.asarray(np.random.default_rng(1).permutation(tokens * TOP))
@@ -67,9 +61,7 @@ def main() -> None:
         us = median_us(call, options.rounds)
         results[name] = {"us": us, "copy_us": copy, "ratio": us / copy}
         print(f"{name:24} {us:8.1f} us  copy {copy:8.1f} us  {us / copy:.3f}", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+    write_json(options, results)
 
 
 if __name__ == "__main__":
